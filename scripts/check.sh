@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# All checks of the project: lint, format, types, tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ruff check .
+ruff format --check .
+mypy
+pytest "$@"
