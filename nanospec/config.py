@@ -1,0 +1,244 @@
+"""What the user configures (`EngineConfig`) and what a checkpoint says of itself (`ModelConfig`).
+
+Both are frozen and refuse what cannot work; neither knows tensors.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nanospec.errors import CheckpointError, ConfigError
+from nanospec.text import read_json
+
+SPECULATORS = ("auto", "none")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine; the command line has a flag of the same name for each.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    model: str  # a folder, or a Hugging Face id
+    draft: str | None = None  # a drafter's folder or id
+    speculator: str = "auto"  # what drafts; auto is none as long as there is nothing to draft with
+    dtype: str = "auto"  # auto: the checkpoint's, but bfloat16 for a float32 one on a GPU
+    device: str = "auto"  # auto: cuda where there is one
+    load_format: str = "auto"  # dummy: random weights from config.json alone
+    attention: str = "auto"  # auto: flashinfer on cuda, torch on cpu
+    page_size: int = 16  # tokens per KV page
+    max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
+    max_num_seqs: int = 256  # requests that may run at once
+    max_num_batched_tokens: int = 2048  # rows of one forward
+    kv_cache_gib: float | None = None  # GiB; None: what is free (on a CPU at most 4 GiB)
+    gpu_memory_utilization: float = 0.9  # share of GPU memory that weights, step and cache may use
+    prefix_caching: bool = True
+    seed: int = 0  # of the seeds of requests that bring none
+
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            raise ConfigError(f"draft={self.draft!r}: no speculator takes a drafter yet; leave it")
+        _one_of("speculator", self.speculator, SPECULATORS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("attention", self.attention, ATTENTION_BACKENDS)
+        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} is out of range; pass 1 or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}, so a step could not advance every request; "
+                f"raise the first or lower the second"
+            )
+        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
+            raise ConfigError(f"kv_cache_gib={self.kv_cache_gib} is out of range; pass more than 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
+            raise ConfigError(f"{given} is out of range; pass more than 0 and at most 1")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
+        """Build a config from keyword options.
+
+        Raises:
+            ConfigError: an option is unknown, or a value cannot work.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}; {hint}")
+        return cls(**options)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown; pass one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of a checkpoint."""
+
+    kind: str  # default, linear, llama3 or yarn
+    theta: float
+    parameters: Mapping[str, float]  # the kind's own numbers, as the checkpoint names them
+
+
+# What each kind of RoPE must state; any other kind is refused.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a dense decoder: Qwen3, or the Llama family."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int  # tokens
+    tie_word_embeddings: bool
+    qk_norm: bool  # RMSNorm over each query and key head, before RoPE
+    rope: RopeConfig
+    dtype: str  # of the checkpoint
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Read `config.json` and, for the end-of-sequence tokens, `generation_config.json`.
+
+        Raises:
+            CheckpointError: a file is missing or broken, or the architecture is not supported.
+        """
+        config = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return cls.from_hf(config, read_json(generation) if generation.exists() else {})
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
+        """Translate a Hugging Face config.
+
+        Args:
+            config: contents of `config.json`.
+            generation: contents of `generation_config.json`.
+
+        Raises:
+            CheckpointError: a field is missing, or names something that is not supported.
+        """
+        architecture = (config.get("architectures") or ["(none)"])[0]
+        if architecture not in ("Qwen3ForCausalLM", "LlamaForCausalLM"):
+            raise CheckpointError(
+                f"architecture {architecture} is not supported; "
+                f"supported are Qwen3ForCausalLM and LlamaForCausalLM"
+            )
+        _refuse_unsupported(config)
+        num_heads = _get(config, "num_attention_heads")
+        hidden_size = _get(config, "hidden_size")
+        eos = (generation or {}).get("eos_token_id", config.get("eos_token_id"))
+        return cls(
+            architecture=architecture,
+            vocab_size=_get(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_get(config, "intermediate_size"),
+            num_layers=_get(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            rms_norm_eps=_get(config, "rms_norm_eps"),
+            max_position_embeddings=_get(config, "max_position_embeddings"),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            rope=_rope(config, architecture),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            eos_token_ids=tuple(_as_list(eos)),
+        )
+
+
+def _get(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    if value is None:
+        raise CheckpointError(f"config.json gives no {name}")
+    return value
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Refuse by name what this decoder would silently compute wrongly."""
+    refused = {
+        f"{name}={config[name]!r}"
+        for name in ("attention_bias", "mlp_bias", "quantization_config", "num_experts")
+        if config.get(name)
+    }
+    if config.get("hidden_act", "silu") != "silu":
+        refused.add(f"hidden_act={config['hidden_act']!r}")
+    has_window = config.get("use_sliding_window", True) and config.get("sliding_window")
+    if has_window:
+        refused.add(f"sliding_window={config['sliding_window']}")
+    layer_types = set(config.get("layer_types") or []) - {"full_attention"}
+    refused |= {f"layer type {name!r}" for name in layer_types}
+    if refused:
+        raise CheckpointError(
+            f"config.json asks for {', '.join(sorted(refused))}, which nanospec does not support: "
+            f"it runs dense decoders with full attention in every layer"
+        )
+
+
+def _rope(config: Mapping[str, Any], architecture: str) -> RopeConfig:
+    """Read RoPE from `rope_parameters` (newer) or from `rope_theta` and `rope_scaling` (older)."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
+    if theta is None and architecture == "LlamaForCausalLM":
+        theta = 10000.0  # the first Llama configs leave it out
+    if theta is None:
+        raise CheckpointError("config.json gives no rope_theta, at the top or in rope_parameters")
+    if kind not in _ROPE_NEEDS:
+        known = ", ".join(_ROPE_NEEDS)
+        raise CheckpointError(f"RoPE of kind {kind!r} is not supported; supported are {known}")
+    missing = [name for name in _ROPE_NEEDS[kind] if parameters.get(name) is None]
+    if missing:
+        raise CheckpointError(f"RoPE of kind {kind!r} needs {', '.join(missing)} in config.json")
+    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError("config.json asks for a partial_rotary_factor; it is not supported")
+    if kind == "yarn":
+        parameters.setdefault(
+            "original_max_position_embeddings", _get(config, "max_position_embeddings")
+        )
+    numbers = {name: value for name, value in parameters.items() if value is not None}
+    return RopeConfig(kind=kind, theta=float(theta), parameters=numbers)

@@ -1,0 +1,217 @@
+"""Text in, text out: the tokenizer, the chat template, and text that grows token by token.
+
+Knows nothing about models or requests. `tokenizers` and `jinja2` do the work; transformers, which
+would bring the same with several seconds of imports, is not needed.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from nanospec.errors import CheckpointError, ConfigError
+
+Message = Mapping[str, Any]
+
+# How many prompt tokens precede the output when it is decoded, so that decoders which strip a
+# leading space (SentencePiece style) see that the output continues a text.
+_PROMPT_TAIL = 6
+
+
+class Tokenizer:
+    """A `tokenizer.json` with the special tokens and chat template of `tokenizer_config.json`."""
+
+    def __init__(self, tokenizer: FastTokenizer, config: Mapping[str, Any], template: str | None):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._config = config
+        self._template = template
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer | None":
+        """Read the tokenizer of a model folder; None where there is no `tokenizer.json`.
+
+        Raises:
+            CheckpointError: a tokenizer file cannot be read.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception for every parsing error
+            raise CheckpointError(f"{path} is not a readable tokenizer: {error}") from error
+        config_path = folder / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        return cls(tokenizer, config, _read_template(folder, config))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat_ids` can work."""
+        return self._template is not None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the tokenizer's own end-of-sequence token, None where it names none."""
+        name = self._special("eos_token")
+        return None if name is None else self._tokenizer.token_to_id(name)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a raw prompt, with the special tokens the model starts with."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids; special tokens have none."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def chat_ids(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's reply.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each, oldest first.
+            variables: more variables of the template, for example `enable_thinking=False`.
+
+        Raises:
+            ConfigError: there is no template, or it rejects the messages.
+        """
+        text = self._render(messages, variables)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        if self._template is None:
+            raise ConfigError("this model has no chat template; pass a raw prompt (--no-chat)")
+        import jinja2.ext  # imported here: a raw prompt needs no template engine
+        import jinja2.sandbox
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        special = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        try:
+            return environment.from_string(self._template).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                **special,
+                **variables,
+            )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template rejects the messages: {error}") from error
+
+    def _special(self, name: str) -> str | None:
+        token = self._config.get(name)
+        if isinstance(token, Mapping):  # an AddedToken written out in full
+            token = token.get("content")
+        return token if isinstance(token, str) else None
+
+
+class TextStream:
+    """The text of one request, grown token by token.
+
+    Invariant: `text` is the decoded output so far, without a trailing incomplete character, and
+    cut before the first completed stop string. It only ever grows.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), stop: Sequence[str] = ()
+    ):
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._hold = max((len(string) for string in stop), default=1) - 1
+        self._ids = list(prompt[-_PROMPT_TAIL:])
+        self._start = 0  # decoding starts here, far enough back to be independent of what precedes
+        self._done = len(self._ids)  # tokens before this one are in `text`
+        self._shown = 0  # characters that `take` has handed out
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> bool:
+        """Append a token; return whether it completes a stop string, which then ends the text.
+
+        With several stop strings the one that is completed first counts, as if the text came
+        character by character. With `may_stop=False` stop strings are ignored.
+        """
+        self._ids.append(token_id)
+        old_len = len(self.text)
+        self.text += self._decode_new(is_last=False)
+        return may_stop and self._cut_at_stop(old_len)
+
+    def finish(self) -> None:
+        """Add what was held back as an incomplete character; nothing follows."""
+        self.text += self._decode_new(is_last=True)
+        self._hold = 0
+
+    def take(self) -> str:
+        """Return text that has not been returned yet and that no stop string can take back."""
+        end = max(len(self.text) - self._hold, self._shown)
+        new = self.text[self._shown : end]
+        self._shown = end
+        return new
+
+    def _decode_new(self, *, is_last: bool) -> str:
+        if self._tokenizer is None:
+            return ""
+        known = self._tokenizer.decode(self._ids[self._start : self._done])
+        text = self._tokenizer.decode(self._ids[self._start :])
+        if len(text) <= len(known) or (text.endswith("\ufffd") and not is_last):
+            return ""  # no text yet, or the bytes of a character are still incomplete
+        self._start, self._done = self._done, len(self._ids)
+        return text[len(known) :]
+
+    def _cut_at_stop(self, old_len: int) -> bool:
+        matches = []
+        for string in self._stop:
+            start = self.text.find(string, max(old_len - len(string) + 1, 0))
+            if start >= 0:
+                matches.append((start + len(string), start))
+        if not matches:
+            return False
+        _, start = min(matches)
+        self.text = self.text[:start]
+        self._done = len(self._ids)  # nothing is left to decode
+        self._start = self._done
+        self._hold = 0
+        return True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+        CheckpointError: the file is missing, is not JSON, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own filter escapes HTML, which chat templates do not expect.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_template_error(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
