@@ -1,0 +1,72 @@
+"""The two methods every attention backend has, and the choice among backends."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.errors import BackendUnavailableError
+
+
+class AttentionBackend(Protocol):
+    """Attention over a paged cache. `begin` once per forward, then `attend` once per layer."""
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Plan for a batch: the host's work, done once for all layers."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the rows' keys and values, then attend.
+
+        Args:
+            layer: index of the layer in the cache.
+            q: [T, Hq, D].
+            k: [T, Hkv, D], rotated.
+            v: [T, Hkv, D].
+
+        Returns:
+            [T, Hq, D].
+        """
+        ...
+
+
+def create_attention(name: str, cache: PagedKVCache, num_heads: int) -> AttentionBackend:
+    """Build a backend over a cache.
+
+    Args:
+        name: torch, flashinfer, or auto: flashinfer on a GPU, torch on a CPU.
+        cache: the keys and values of all layers.
+        num_heads: Hq.
+
+    Raises:
+        BackendUnavailableError: the backend cannot run here or not on this cache.
+    """
+    device = cache.k.device
+    if name == "auto":
+        name = "flashinfer" if device.type == "cuda" else "torch"
+    if name == "torch":
+        from nanospec.attention.torch_backend import TorchAttention
+
+        return TorchAttention(cache)
+    if device.type != "cuda":
+        raise BackendUnavailableError("FlashInfer needs a CUDA device; pass --attention torch")
+    try:
+        from nanospec.attention.flashinfer_backend import FlashInferAttention
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"FlashInfer is not usable here ({error}); install nanospec[gpu], "
+            f"or pass --attention torch"
+        ) from error
+    if cache.k.dtype not in (torch.bfloat16, torch.float16):
+        raise BackendUnavailableError(
+            f"FlashInfer has no {cache.k.dtype} kernels; pass --dtype bfloat16, "
+            f"or --attention torch"
+        )
+    if cache.head_dim not in (64, 128, 256):
+        raise BackendUnavailableError(
+            f"FlashInfer takes head widths 64, 128 and 256, this model has {cache.head_dim}; "
+            f"pass --attention torch"
+        )
+    return FlashInferAttention(cache, num_heads)

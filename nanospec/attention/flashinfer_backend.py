@@ -1,0 +1,115 @@
+"""Attention through FlashInfer's paged prefill kernels.
+
+One kernel serves prefill chunks, plain rows and verify rows: it takes any number of rows a request.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from nanospec.attention import mask
+from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.kv_cache import PagedKVCache
+
+# Partial results of requests whose keys are split over several blocks go here. FlashInfer raises
+# where it does not suffice; 64 requests of 8 rows on 64 query heads need 383 MiB (formula of its
+# scheduler: heads * padded tiles * tile rows * (head width + 1) * 4 bytes).
+_WORKSPACE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A contiguous run of rows and the wrapper that is planned for it."""
+
+    wrapper: BatchPrefillWithPagedKVCacheWrapper
+    rows: slice
+
+
+class FlashInferAttention:
+    """See `AttentionBackend`. Head widths 64, 128 and 256, in 16-bit floats.
+
+    Causal segments never pay for masked ones: each group has a plan and a kernel launch of its own.
+    """
+
+    def __init__(self, cache: PagedKVCache, num_heads: int):
+        self._cache = cache
+        self._num_heads = num_heads
+        device = cache.k.device
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # fa2 by name: "auto" picks fa3 on Hopper for a first plan without a mask and keeps it,
+        # and FlashInfer's fa3 takes no mask. The two run one after the other and share workspace.
+        self._plain = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._masked = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._batch: ForwardBatch | None = None
+        self._plans: list[_Plan] = []
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Plan the kernels for this batch's lengths; see `AttentionBackend.begin`."""
+        self._batch = batch
+        self._plans = []
+        split = batch.num_unmasked
+        self._plan(self._plain, range(split), first_row=0)
+        first_row = sum(batch.qo_lens[:split])
+        self._plan(self._masked, range(split, batch.num_reqs), first_row=first_row)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        batch = self._batch
+        assert batch is not None, "attend needs begin"
+        self._cache.store(layer, k, v, batch.slots)
+        out = torch.empty_like(q)
+        for plan in self._plans:
+            plan.wrapper.run(q[plan.rows], self._cache.pages(layer), out=out[plan.rows])
+        return out
+
+    def _plan(
+        self, wrapper: BatchPrefillWithPagedKVCacheWrapper, segments: range, *, first_row: int
+    ) -> None:
+        batch, size = self._batch, self._cache.page_size
+        assert batch is not None
+        live = [index for index in segments if batch.qo_lens[index] > 0]
+        if not live:
+            return
+        qo_lens = [batch.qo_lens[index] for index in live]
+        kv_lens = [batch.kv_lens[index] for index in live]
+        num_pages = [-(-kv_len // size) for kv_len in kv_lens]
+        tables = zip((batch.page_tables[index] for index in live), num_pages, strict=True)
+        pages = [page for table, count in tables for page in table[:count]]
+        custom_mask = _custom_mask(batch, live) if live[0] >= batch.num_unmasked else None
+        # Lengths stay on the host, where the planner wants them; pages go to the device.
+        wrapper.plan(
+            _offsets(qo_lens),
+            _offsets(num_pages),
+            torch.tensor(pages, dtype=torch.int32).to(batch.slots.device, non_blocking=True),
+            torch.tensor([(length - 1) % size + 1 for length in kv_lens], dtype=torch.int32),
+            self._num_heads,
+            self._cache.num_kv_heads,
+            self._cache.head_dim,
+            size,
+            custom_mask=custom_mask,
+            causal=not batch.is_full,
+            q_data_type=self._cache.k.dtype,  # FlashInfer's default is float16
+            kv_data_type=self._cache.k.dtype,
+        )
+        self._plans.append(_Plan(wrapper, slice(first_row, first_row + sum(qo_lens))))
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    """Return [n + 1] int32 on the host: where each run starts, and the end."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    offsets[1:] = torch.tensor(lengths).cumsum(0)
+    return offsets
+
+
+def _custom_mask(batch: ForwardBatch, segments: list[int]) -> Tensor:
+    """Return FlashInfer's flat mask: each segment's [qo_len, kv_len], one after the other."""
+    assert batch.visibility is not None, "masked segments have words"
+    words = torch.split(batch.visibility, [batch.qo_lens[index] for index in segments])
+    kv_lens = (batch.kv_lens[index] for index in segments)
+    masks = [
+        mask.full_mask(mask.unpack_words(own), kv_len).flatten()
+        for own, kv_len in zip(words, kv_lens, strict=True)
+    ]
+    return torch.cat(masks)

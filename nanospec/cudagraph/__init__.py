@@ -1,0 +1,1 @@
+"""How a forward is run. Knows rows, never drafts."""

@@ -1,0 +1,62 @@
+"""Running the target on a batch: from packed rows to logits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nanospec.attention.backend import AttentionBackend
+from nanospec.attention.batch import ForwardBatch
+
+
+class Target(Protocol):
+    """A decoder, as far as a runner needs to know it."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return final hidden states [T, H], and the residual stream after each tap."""
+        ...
+
+    @property
+    def logits(self) -> Callable[[Tensor], Tensor]:
+        """Map hidden states [N, H] to [N, V]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What a forward of the target gives."""
+
+    logits: Tensor  # [N, V], of the batch's logit rows
+    features: list[Tensor]  # [T, H] per tap
+
+
+class ModelRunner(Protocol):
+    """Runs a batch through the target."""
+
+    def run(self, batch: ForwardBatch) -> TargetOutput:
+        """Run all rows; store their keys and values; return the wanted logits."""
+        ...
+
+
+class EagerRunner:
+    """Calls the target directly."""
+
+    def __init__(self, target: Target, attention: AttentionBackend, taps: Sequence[int] = ()):
+        self._target = target
+        self._attention = attention
+        self._taps = tuple(taps)
+
+    def run(self, batch: ForwardBatch) -> TargetOutput:
+        """See `ModelRunner.run`."""
+        self._attention.begin(batch)
+        hidden, features = self._target(
+            batch.token_ids, batch.positions, self._attention, self._taps
+        )
+        return TargetOutput(self._target.logits(hidden[batch.logit_rows]), features)

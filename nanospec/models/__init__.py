@@ -1,0 +1,1 @@
+"""What runs: the decoder and how its weights are found and loaded."""

@@ -1,0 +1,158 @@
+"""The parts of a decoder layer. Numerics follow Hugging Face's modules of the same names."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanospec.attention.backend import AttentionBackend
+from nanospec.config import ModelConfig, RopeConfig
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    # Uninitialised: the loader fills every parameter or raises.
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T, without bias; several checkpoint tensors may be fused along the outputs."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = _parameter((outputs, inputs), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in fp32."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = _parameter((width,), dtype, device)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., width] to the same shape."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class RotaryEmbedding:
+    """Rotation of query and key heads by their positions; kinds default, linear, llama3, yarn."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device):
+        frequencies, self._scale = inverse_frequencies(rope, head_dim)
+        self._frequencies = frequencies.to(device)  # [D / 2] fp32
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [T, 1, D] for positions [T], computed in fp32."""
+        angles = positions[:, None, None].float() * self._frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads [T, h, D]: the first half of D pairs with the second."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Return the angle per position of each pair, [D / 2] fp32, and a factor for cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.parameters["factor"], 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, rope.parameters), 1.0
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, head_dim), _yarn_scale(rope.parameters)
+    return plain, 1.0
+
+
+def _llama3(plain: Tensor, parameters: Mapping[str, float]) -> Tensor:
+    """Slow down long wavelengths, keep short ones, blend between. Source: Llama 3.1's release."""
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / parameters["factor"]
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Blend by how often a pair turns over the original context. Source: YaRN, arXiv:2309.00071."""
+    original = rope.parameters["original_max_position_embeddings"]
+
+    def pair_turning(turns: float) -> float:
+        ratio = original / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    first = pair_turning(rope.parameters.get("beta_fast") or 32)
+    last = pair_turning(rope.parameters.get("beta_slow") or 1)
+    if rope.parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    steps = torch.arange(head_dim // 2, dtype=torch.float32)
+    slow = ((steps - first) / max(last - first, 0.001)).clamp(0, 1)  # [D / 2]
+    return (1 - slow) * plain + slow * plain / rope.parameters["factor"]
+
+
+def _yarn_scale(parameters: Mapping[str, float]) -> float:
+    """YaRN's temperature, folded into cos and sin."""
+    if "attention_factor" in parameters:
+        return parameters["attention_factor"]
+
+    def magnitude(weight: float) -> float:
+        factor = parameters["factor"]
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with fused QKV; Qwen3 normalises query and key heads before RoPE."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self._layer = layer
+        self._split = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        width = sum(self._split) * config.head_dim
+        self._head_dim = config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, width, dtype, device)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, dtype, device)
+        self._qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
+    ) -> Tensor:
+        """Map [T, H] to [T, H]; `rope` is what `RotaryEmbedding.tables` gives."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
+        q, k, v = heads.split(self._split, dim=1)
+        if self._qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attention.attend(self._layer, rotate(q, *rope), rotate(k, *rope), v)
+        projected: Tensor = self.o_proj(out.flatten(1))
+        return projected
+
+
+class MLP(nn.Module):
+    """SwiGLU with fused gate and up projections."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, dtype, device)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [T, H] to [T, H]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        projected: Tensor = self.down_proj(F.silu(gate) * up)
+        return projected
