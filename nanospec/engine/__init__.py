@@ -1,0 +1,1 @@
+"""The life of a request, and the round that advances it."""

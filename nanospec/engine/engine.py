@@ -1,0 +1,199 @@
+"""The engine: builds model, cache, backend and scheduler, then advances requests step by step."""
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nanospec.attention.backend import create_attention
+from nanospec.config import EngineConfig, ModelConfig
+from nanospec.cudagraph.runner import EagerRunner
+from nanospec.engine.pages import PageAllocator
+from nanospec.engine.round import run_round
+from nanospec.engine.scheduler import Scheduler
+from nanospec.engine.sizing import count_pages, new_cache
+from nanospec.errors import BackendUnavailableError, ConfigError, OutOfPagesError
+from nanospec.models.decoder import Decoder
+from nanospec.models.loader import load_decoder
+from nanospec.text import TextStream, Tokenizer
+from nanospec.types import FinishReason, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs requests by continuous batching: token ids in, `Request` objects out.
+
+    Invariant: a finished request holds no pages; without requests every page is free.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, config: EngineConfig, folder: Path, tokenizer: Tokenizer | None):
+        """Load the model of a folder and allocate the KV cache.
+
+        Raises:
+            CheckpointError: the model cannot be loaded.
+            BackendUnavailableError: the device or attention backend cannot run here.
+            ConfigError: the memory, or the model's context, does not suffice.
+        """
+        self.model_config = ModelConfig.from_folder(folder)
+        self.max_model_len = _max_model_len(config, self.model_config)
+        self.device = _device(config.device)
+        decoder = _load(config, folder, self.model_config, self.device)
+        cache = new_cache(config, decoder, count_pages(config, decoder, self.max_model_len))
+        attention = create_attention(config.attention, cache, self.model_config.num_heads)
+        self._runner = EagerRunner(decoder, attention)
+        self.pages = PageAllocator(
+            cache.num_pages, config.page_size, prefix_caching=config.prefix_caching
+        )
+        self.scheduler = Scheduler(
+            self.pages,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._tokenizer = tokenizer
+        self._eos = _eos_token_ids(self.model_config, tokenizer)
+        self._seeds = random.Random(config.seed)
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `add` would raise for this prompt, and do nothing else.
+
+        Raises:
+            ConfigError: the prompt is empty, too long, or not of this vocabulary.
+            OutOfPagesError: the request would not fit the KV cache even alone.
+        """
+        vocab_size = self.model_config.vocab_size
+        if not prompt:
+            raise ConfigError("the prompt is empty; pass at least one token")
+        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(f"token id {wrong} is not in the vocabulary of {vocab_size} tokens")
+        if len(prompt) >= self.max_model_len:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an output in the "
+                f"context of {self.max_model_len}; shorten it"
+            )
+        if params.stop_strings and self._tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and this model folder has none")
+        needed = self.pages.pages_for(self._max_len(prompt, params))
+        if needed > self.pages.num_pages:
+            raise OutOfPagesError(
+                f"the prompt of {len(prompt)} tokens with max_tokens={params.max_tokens} needs "
+                f"{needed} KV pages, and there are {self.pages.num_pages}; lower max_tokens or "
+                f"raise kv_cache_gib"
+            )
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt, given as token ids.
+
+        Raises:
+            ConfigError, OutOfPagesError: see `check`.
+        """
+        self.check(prompt, params)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        own_stops = () if params.ignore_eos else self._eos
+        request = Request(
+            request_id=self._next_id,
+            prompt_token_ids=list(prompt),
+            params=params,
+            seed=seed,
+            stop_token_ids=frozenset((*own_stops, *params.stop_token_ids)),
+            max_len=self._max_len(prompt, params),
+            text=TextStream(self._tokenizer, prompt, params.stop_strings),
+        )
+        self._next_id += 1
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request at once, keeping what it has; a finished one stays as it is."""
+        if not request.is_finished:
+            self._finish(request, "abort")
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Run one forward and return the requests that got a token; finished ones are marked."""
+        segments = self.scheduler.schedule()
+        advanced = []
+        for request, reason in run_round(segments, self._runner, self.pages, self.device):
+            advanced.append(request)
+            if reason is not None:
+                self._finish(request, reason)
+        return advanced
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        request.text.finish()
+        request.stats.seconds = time.perf_counter() - request.arrival
+
+    def _max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        if params.max_tokens is None:
+            return self.max_model_len
+        return min(len(prompt) + params.max_tokens, self.max_model_len)
+
+
+def _load(
+    config: EngineConfig, folder: Path, model_config: ModelConfig, device: torch.device
+) -> Decoder:
+    started = time.perf_counter()
+    dtype = _dtype(config.dtype, model_config.dtype, device)
+    try:
+        decoder = load_decoder(
+            folder, model_config, dtype=dtype, device=device, load_format=config.load_format
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the weights of {folder} do not fit the memory of {device} as {dtype}"
+        ) from error
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s as %s on %s in %.1f s", folder, dtype, device, seconds)
+    return decoder
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise BackendUnavailableError("no CUDA device is usable here; pass --device cpu")
+    if name == "auto":
+        name = "cuda" if has_cuda else "cpu"
+    # With its index, so that it equals the device of tensors on it.
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )
+
+
+def _dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        wanted = "bfloat16" if stored == "float32" and device.type == "cuda" else stored
+    dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+    if wanted not in dtypes:
+        raise ConfigError(f"the checkpoint's dtype {wanted!r} cannot be run; pass --dtype bfloat16")
+    dtype: torch.dtype = dtypes[wanted]
+    return dtype
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's {limit} positions; "
+            f"pass {limit} or less"
+        )
+    return config.max_model_len
+
+
+def _eos_token_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if model.eos_token_ids or tokenizer is None or tokenizer.eos_token_id is None:
+        return model.eos_token_ids
+    return (tokenizer.eos_token_id,)

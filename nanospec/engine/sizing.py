@@ -1,0 +1,144 @@
+"""How many KV pages fit beside everything else that is live during the largest step."""
+
+import logging
+import os
+
+import torch
+
+from nanospec.attention.backend import create_attention
+from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.config import EngineConfig
+from nanospec.cudagraph.runner import EagerRunner
+from nanospec.errors import ConfigError
+from nanospec.models.decoder import Decoder
+from nanospec.spec.sampler import SamplingRows, sample
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_MAX_CPU_CACHE_BYTES = 4 * _GIB  # a default, not a limit: --kv-cache-gib takes more
+
+
+def new_cache(config: EngineConfig, decoder: Decoder, num_pages: int) -> PagedKVCache:
+    """Allocate a cache of so many pages for a decoder's layers."""
+    model = decoder.config
+    return PagedKVCache(
+        num_layers=model.num_layers,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )
+
+
+def count_pages(config: EngineConfig, decoder: Decoder, max_model_len: int) -> int:
+    """Return how many KV pages to allocate.
+
+    On a GPU a dummy step at the largest batch is run first, so that weights, activations, logits
+    and what the sampler holds are all counted.
+
+    Raises:
+        ConfigError: fewer pages fit than one request of `max_model_len` tokens needs.
+    """
+    model = decoder.config
+    page_bytes = 2 * model.num_layers * config.page_size * model.num_kv_heads * model.head_dim
+    page_bytes *= decoder.dtype.itemsize
+    budget = _cache_bytes(config, decoder)
+    num_fitting = int(budget // page_bytes)
+    num_needed = -(-max_model_len // config.page_size)
+    if num_fitting < num_needed:
+        raise ConfigError(
+            f"{num_fitting} KV pages of {config.page_size} tokens fit in {budget / _GIB:.3g} GiB, "
+            f"but one request of max_model_len={max_model_len} tokens needs {num_needed} "
+            f"({num_needed * page_bytes / _GIB:.3g} GiB); lower max_model_len to at most "
+            f"{num_fitting * config.page_size}, max_num_seqs or max_num_batched_tokens, or raise "
+            f"kv_cache_gib or gpu_memory_utilization"
+        )
+    # More than all requests at their longest could never be held at once.
+    num_pages = min(num_fitting, config.max_num_seqs * num_needed)
+    logger.info(
+        "KV cache: %d pages of %d tokens, %.2f GiB",
+        num_pages,
+        config.page_size,
+        num_pages * page_bytes / _GIB,
+    )
+    return num_pages
+
+
+def _cache_bytes(config: EngineConfig, decoder: Decoder) -> float:
+    """Return the bytes the cache may take."""
+    wanted = None if config.kv_cache_gib is None else config.kv_cache_gib * _GIB
+    if decoder.device.type == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(_MAX_CPU_CACHE_BYTES, memory / 4) if wanted is None else wanted
+    free_for_cache = _free_after_largest_step(config, decoder)
+    if wanted is not None and wanted > free_for_cache:
+        raise ConfigError(
+            f"kv_cache_gib={config.kv_cache_gib} does not fit: {free_for_cache / _GIB:.3g} GiB are "
+            f"left beside weights and the largest step; lower it, max_num_seqs or "
+            f"max_num_batched_tokens, or raise gpu_memory_utilization"
+        )
+    return free_for_cache if wanted is None else wanted
+
+
+def _free_after_largest_step(config: EngineConfig, decoder: Decoder) -> float:
+    """Return the GPU bytes that nothing needs even during the largest step."""
+    device = decoder.device
+    torch.cuda.reset_peak_memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    by_others = total - free - torch.cuda.memory_reserved(device)
+    cache_bytes = run_largest_step(config, decoder)
+    peak = torch.cuda.max_memory_reserved(device) - cache_bytes
+    torch.cuda.empty_cache()
+    return config.gpu_memory_utilization * total - by_others - peak
+
+
+def run_largest_step(config: EngineConfig, decoder: Decoder) -> int:
+    """Run `max_num_batched_tokens` rows of `max_num_seqs` requests, and sample with every filter.
+
+    Returns:
+        The bytes of the temporary cache this took.
+    """
+    batch = _largest_batch(config, decoder.device)
+    cache = new_cache(config, decoder, sum(len(table) for table in batch.page_tables))
+    attention = create_attention(config.attention, cache, decoder.config.num_heads)
+    logits = EagerRunner(decoder, attention).run(batch).logits
+    ones = torch.ones(len(logits), device=decoder.device)
+    rows = SamplingRows(
+        temperature=ones,
+        top_k=ones.long() * 50,
+        top_p=ones * 0.9,
+        min_p=ones * 0.01,
+        seed=ones.long(),
+        position=ones.long(),
+        forbidden=ones.new_zeros((0, 2), dtype=torch.int64),
+        is_greedy=False,
+        has_filters=True,
+    )
+    sample(logits, rows)
+    return cache.k.nbytes + cache.v.nbytes
+
+
+def _largest_batch(config: EngineConfig, device: torch.device) -> ForwardBatch:
+    num_tokens, num_reqs = config.max_num_batched_tokens, config.max_num_seqs
+    ends = [num_tokens * (index + 1) // num_reqs for index in range(num_reqs)]
+    qo_lens = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    tables: list[list[int]] = []
+    slots: list[int] = []
+    for qo_len in qo_lens:
+        first = sum(len(table) for table in tables)
+        tables.append(list(range(first, first - (-qo_len // config.page_size))))
+        slots += range(first * config.page_size, first * config.page_size + qo_len)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        token_ids=zeros,
+        positions=zeros,
+        slots=torch.tensor(slots, device=device),
+        qo_lens=qo_lens,
+        kv_lens=qo_lens,
+        page_tables=tables,
+        logit_rows=torch.tensor(ends, device=device) - 1,
+    )
