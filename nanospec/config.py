@@ -201,7 +201,13 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuse by name what this decoder would silently compute wrongly."""
     refused = {
         f"{name}={config[name]!r}"
-        for name in ("attention_bias", "mlp_bias", "quantization_config", "num_experts")
+        for name in (
+            "attention_bias",
+            "mlp_bias",
+            "quantization_config",
+            "num_experts",
+            "num_local_experts",
+        )
         if config.get(name)
     }
     if config.get("hidden_act", "silu") != "silu":

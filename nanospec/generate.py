@@ -249,7 +249,7 @@ def read_prompts(path: Path) -> list[Conversation]:
         ConfigError: the file or one of its lines cannot be used; the line is named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -266,14 +266,20 @@ def _read_prompt(where: str, index: int, line: str) -> Conversation:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error
-    names = [name for name in ("prompt", "question", "turns") if name in row]
-    if not isinstance(row, dict) or len(names) != 1:
+    known = ("prompt", "question", "turns")
+    names = [name for name in known if name in row] if isinstance(row, dict) else []
+    if len(names) != 1:
         raise ConfigError(f"{where} needs one of the fields prompt, question and turns")
     source = row[names[0]]
     turns = source if names[0] == "turns" else [source]
     if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):
         raise ConfigError(f"{where}: {names[0]} is empty or is not text")
     return Conversation(index=index, source=source, turns=turns)
+
+
+def _lines(text: str) -> list[str]:
+    # Not splitlines(): JSON strings may hold other line separators, such as U+2028, unescaped.
+    return text.removesuffix("\n").split("\n")
 
 
 def _is_turn(turn: Any) -> bool:
@@ -296,7 +302,7 @@ def _finished_rows(args: argparse.Namespace, conversations: list[Conversation]) 
     content = path.read_bytes()
     complete = content[: content.rfind(b"\n") + 1]
     finished = set()
-    for number, line in enumerate(complete.decode().splitlines(), start=1):
+    for number, line in enumerate(_lines(complete.decode()), start=1):
         try:
             row = json.loads(line)
             index, source = row["index"], row["prompt"]

@@ -1,0 +1,123 @@
+"""Admission, chunks, budget and preemption, without a model."""
+
+from nanospec.engine.pages import PageAllocator
+from nanospec.engine.scheduler import Scheduler
+from nanospec.types import Request, Segment
+from tests import helpers
+
+
+def scheduler(
+    num_pages: int = 100, *, page_size: int = 4, max_num_seqs: int = 8, budget: int = 16
+) -> tuple[Scheduler, PageAllocator]:
+    pages = PageAllocator(num_pages, page_size)
+    return Scheduler(pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget), pages
+
+
+def run(segments: list[Segment]) -> None:
+    """Pretend that a forward ran: rows are cached, samplers get token 7."""
+    for segment in segments:
+        samples = segment.samples
+        segment.request.kv_len += segment.num_rows
+        if samples:
+            segment.request.tokens.append(7)
+
+
+def sizes(segments: list[Segment]) -> list[tuple[int, int]]:
+    return [(segment.request.request_id, segment.num_rows) for segment in segments]
+
+
+def add(to: Scheduler, *lengths: int) -> list[Request]:
+    requests = []
+    for index, length in enumerate(lengths):
+        tokens = [100 * index + position for position in range(length)]
+        requests.append(helpers.make_request(tokens, request_id=index))
+        to.add(requests[-1])
+    return requests
+
+
+def test_long_prompts_are_cut_and_decode_rows_come_first() -> None:
+    own, _ = scheduler(budget=16)
+    add(own, 4, 30, 5)
+    assert sizes(own.schedule()) == [(0, 4), (1, 12)]
+    run([Segment(own.running[0], 4), Segment(own.running[1], 12)])
+    assert sizes(own.schedule()) == [(0, 1), (1, 15)]
+    run([Segment(own.running[0], 1), Segment(own.running[1], 15)])
+    assert sizes(own.schedule()) == [(0, 1), (1, 3), (2, 5)]
+
+
+def test_a_segment_samples_only_where_its_last_row_is_the_root() -> None:
+    request = helpers.make_request(range(5))
+    assert not Segment(request, 4).samples
+    assert Segment(request, 5).samples
+
+
+def test_admission_is_first_come_and_waits_for_pages_of_the_whole_prompt() -> None:
+    own, pages = scheduler(num_pages=5)
+    add(own, 12, 12, 1)
+    assert sizes(own.schedule()) == [
+        (0, 12)
+    ]  # 3 pages; the second needs 3, the third waits its turn
+    assert pages.num_free == 2
+
+
+def test_no_more_requests_run_than_allowed() -> None:
+    own, _ = scheduler(max_num_seqs=2)
+    add(own, 1, 1, 1)
+    assert len(own.schedule()) == 2
+
+
+def test_the_last_admitted_is_preempted_and_starts_over_at_the_head_of_the_queue() -> None:
+    own, pages = scheduler(num_pages=4)
+    first, second, third = add(own, 8, 8, 1)
+    run(own.schedule())
+    assert pages.num_free == 0
+    segments = own.schedule()  # the first needs a third page
+    assert sizes(segments) == [(0, 1)]
+    assert list(own.waiting) == [second, third]
+    assert (second.pages, second.kv_len, own.num_preemptions) == ([], 0, 1)
+    assert len(second.tokens) == 9  # its output is kept
+    own.finish(first, "stop")
+    run(own.schedule())
+    assert second in own.running and second.kv_len == 9
+
+
+def test_a_request_may_have_to_preempt_itself() -> None:
+    own, _ = scheduler(num_pages=4)
+    first, second = add(own, 7, 8)
+    run(own.schedule())
+    assert sizes(own.schedule()) == [(0, 1)]
+    assert list(own.waiting) == [second] and own.running == [first]
+
+
+def test_a_preempted_request_is_not_admitted_in_the_same_step() -> None:
+    own, _ = scheduler(num_pages=4, budget=64)
+    first, second = add(own, 8, 4)
+    run(own.schedule())
+    third = helpers.make_request([9, 9, 9], request_id=2)
+    own.add(third)
+    run(own.schedule())
+    assert own.num_preemptions == 1 and second in own.waiting and third in own.waiting
+    assert first in own.running
+
+
+def test_a_cached_prefix_is_not_scheduled_again() -> None:
+    own, pages = scheduler(page_size=4)
+    (first,) = add(own, 9)
+    run(own.schedule())
+    node = pages.publish(first.pages[0], 0, first.tokens[:4])
+    pages.publish(first.pages[1], node, first.tokens[4:8])
+    second = helpers.make_request(first.tokens[:9], request_id=1)
+    own.add(second)
+    assert sizes(own.schedule()) == [(0, 1), (1, 1)]
+    assert second.pages[:2] == first.pages[:2]
+    assert (second.kv_len, second.num_published) == (8, 2)
+
+
+def test_finishing_frees_pages_whether_waiting_or_running() -> None:
+    own, pages = scheduler(max_num_seqs=1)
+    running, waiting = add(own, 5, 5)
+    own.schedule()
+    own.finish(waiting, "abort")
+    own.finish(running, "stop")
+    assert not own.has_work and pages.num_free == pages.num_pages
+    assert (running.finish_reason, waiting.finish_reason) == ("stop", "abort")

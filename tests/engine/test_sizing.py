@@ -1,0 +1,58 @@
+"""Too little memory says how many pages fit and what to lower."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanospec import LLM
+from nanospec.config import EngineConfig, ModelConfig
+from nanospec.engine.sizing import count_pages, run_largest_step
+from nanospec.errors import ConfigError
+from nanospec.models.decoder import Decoder
+from nanospec.models.loader import load_decoder
+from tests import helpers
+
+PAGE_BYTES = 2 * 3 * 16 * 2 * 16 * 4  # of the tiny Qwen3: both, layers, tokens, heads, width, fp32
+
+
+def decoder(folder: Path) -> Decoder:
+    config = ModelConfig.from_folder(folder)
+    return load_decoder(folder, config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_the_cache_takes_what_it_is_given(qwen3: Path) -> None:
+    config = EngineConfig(model="x", kv_cache_gib=20.5 * PAGE_BYTES / 2**30)
+    assert count_pages(config, decoder(qwen3), max_model_len=256) == 20
+
+
+def test_no_more_pages_than_can_be_held_at_once(qwen3: Path) -> None:
+    config = EngineConfig(model="x", max_num_seqs=3)
+    assert count_pages(config, decoder(qwen3), max_model_len=50) == 3 * 4
+
+
+def test_too_few_pages_are_refused_with_the_way_out(qwen3: Path) -> None:
+    config = EngineConfig(model="x", kv_cache_gib=5.5 * PAGE_BYTES / 2**30)
+    with pytest.raises(ConfigError, match=r"^5 KV pages .* needs 6 .* at most 80"):
+        count_pages(config, decoder(qwen3), max_model_len=96)
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(7, 7), (20, 3), (16, 1)])
+def test_the_largest_step_runs_at_any_size(qwen3: Path, tokens: int, requests: int) -> None:
+    config = EngineConfig(
+        model="x", max_num_batched_tokens=tokens, max_num_seqs=requests, page_size=3
+    )
+    with torch.inference_mode():
+        assert run_largest_step(config, decoder(qwen3)) > 0
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_sized_after_the_largest_step(tmp_path: Path) -> None:
+    folder = helpers.make_checkpoint(tmp_path, "qwen3", head_dim=64)
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "device": "cuda"}
+    small = LLM(str(folder), gpu_memory_utilization=0.05, **options)  # type: ignore[arg-type]
+    assert small.engine.pages.num_pages >= 512 // 16
+    with pytest.raises(ConfigError, match="lower max_model_len"):
+        LLM(str(folder), gpu_memory_utilization=0.001, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_cache_gib=100000"):
+        LLM(str(folder), kv_cache_gib=100_000, **options)  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""Builders of what many tests need: tiny checkpoints, engines, requests and scripted targets."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from nanospec import LLM, SamplingParams
+from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.cudagraph.runner import TargetOutput
+from nanospec.text import TextStream
+from nanospec.types import Request
+
+TEXT = "the user is a friend of the owl and the owl said so: 12 + 34 = 46, isn't it? Ünïcödé 🦉!"
+VOCAB_SIZE = 320
+EOS = 1  # "<|end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Return a byte-level BPE: every byte, a few merges, some special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|start|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 20,
+        special_tokens=[AddedToken(token, special=True) for token in special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    return tokenizer
+
+
+def make_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
+    """Write a tiny random checkpoint with transformers; weights large enough to avoid near-ties."""
+    import transformers
+
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": EOS,
+    }
+    if family == "qwen3":
+        shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        config = transformers.Qwen3Config(
+            **(common | shape | {"tie_word_embeddings": True} | overrides)
+        )
+        model = transformers.Qwen3ForCausalLM
+    else:
+        shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
+        config = transformers.LlamaConfig(
+            **(common | shape | {"tie_word_embeddings": False} | overrides)
+        )
+        model = transformers.LlamaForCausalLM
+    torch.manual_seed(0)
+    reference = model(config).float()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    reference.save_pretrained(folder)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
+        "eos_token": "<|end|>",
+        "bos_token": "<|start|>",
+        "chat_template": TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", tokenizer_config)
+    return folder
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file."""
+    import json
+
+    path.write_text(json.dumps(value))
+
+
+def load_reference(folder: Path) -> Any:
+    """Return transformers' model of a folder, float32, eager attention."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Return transformers' logits [len(tokens), V] of one forward."""
+    return model(torch.tensor([list(tokens)])).logits[0]
+
+
+@torch.inference_mode()
+def reference_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Return transformers' greedy continuation, without stopping at eos."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def make_llm(folder: Path, *, num_pages: int | None = None, **options: Any) -> LLM:
+    """Build an fp32 CPU engine, with just so many KV pages if a number is given."""
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 256} | options
+    llm = LLM(str(folder), **options)
+    if num_pages is None:
+        return llm
+    config = llm.engine.model_config
+    page = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    page *= options.get("page_size", 16)
+    return LLM(str(folder), kv_cache_gib=(num_pages + 0.5) * page / 2**30, **options)
+
+
+def random_prompts(count: int, *, seed: int, longest: int = 40) -> list[list[int]]:
+    """Return prompts of 1 to `longest` tokens, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [
+        torch.randint(5, VOCAB_SIZE - 20, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
+
+
+def greedy(max_tokens: int = 12, **options: Any) -> SamplingParams:
+    """Return greedy parameters that do not end early, unless the options say so."""
+    return SamplingParams(
+        **({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | options)
+    )
+
+
+def token_ids(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+    """Return the output token ids of prompts run together."""
+    return [output.outputs[0].token_ids for output in llm.generate(list(prompts), params)]
+
+
+def make_request(tokens: Sequence[int], params: SamplingParams | None = None, **values: Any) -> Any:
+    """Return a request outside any engine."""
+    options: dict[str, Any] = {
+        "request_id": 0,
+        "seed": 0,
+        "stop_token_ids": frozenset(),
+        "max_len": 10_000,
+        "text": TextStream(None),
+    }
+    return Request(
+        prompt_token_ids=list(tokens), params=params or SamplingParams(), **(options | values)
+    )
+
+
+class ScriptedRunner:
+    """A target whose next token after position p is `script[p + 1]`, whatever it is given."""
+
+    def __init__(self, script: Sequence[int], vocab_size: int = VOCAB_SIZE):
+        self._script = torch.tensor(list(script))
+        self._vocab_size = vocab_size
+
+    def run(self, batch: ForwardBatch) -> TargetOutput:
+        """See `ModelRunner.run`."""
+        following = self._script[batch.positions[batch.logit_rows] + 1]
+        logits = torch.full((len(following), self._vocab_size), -4.0)
+        return TargetOutput(logits.scatter(1, following[:, None], 4.0), [])
+
+
+def new_cache(num_pages: int = 64, page_size: int = 4, **options: Any) -> PagedKVCache:
+    """Return a small fp32 cache filled with noise, as a used one would be."""
+    shape = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8}
+    cache = PagedKVCache(
+        num_pages=num_pages,
+        page_size=page_size,
+        **({"dtype": torch.float32, "device": torch.device("cpu")} | shape | options),
+    )
+    generator = torch.Generator(cache.k.device).manual_seed(0)
+    cache.k.normal_(generator=generator)
+    cache.v.normal_(generator=generator)
+    return cache
+
+
+def random_batch(
+    seed: int,
+    cache: PagedKVCache,
+    *,
+    num_plain: int,
+    num_masked: int = 0,
+    is_full: bool = False,
+) -> ForwardBatch:
+    """Return segments of 0 to 9 rows after contexts of 0 to 40 tokens, on shuffled pages."""
+    generator = torch.Generator().manual_seed(seed)
+    device = cache.k.device
+    free = torch.randperm(cache.num_pages, generator=generator).tolist()
+    qo_lens, kv_lens, tables, slots, words = [], [], [], [], []
+    for index in range(num_plain + num_masked):
+        qo_len, context = (int(torch.randint(high, (1,), generator=generator)) for high in (10, 41))
+        kv_len = context + qo_len
+        pages = [free.pop() for _ in range(-(-kv_len // cache.page_size))]
+        qo_lens.append(qo_len)
+        kv_lens.append(kv_len)
+        tables.append(pages)
+        slots += [
+            pages[position // cache.page_size] * cache.page_size + position % cache.page_size
+            for position in range(context, kv_len)
+        ]
+        if index >= num_plain:
+            seen = torch.rand(qo_len, qo_len, generator=generator) < 0.5
+            words.append(seen.tril())
+    from nanospec.attention.mask import pack_words
+
+    num_tokens = sum(qo_lens)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        token_ids=zeros,
+        positions=zeros,
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        qo_lens=qo_lens,
+        kv_lens=kv_lens,
+        page_tables=tables,
+        logit_rows=zeros[:0],
+        is_full=is_full,
+        num_masked=num_masked,
+        visibility=torch.cat([pack_words(seen) for seen in words]).to(device) if words else None,
+    )

@@ -1,0 +1,102 @@
+"""The offline API: shapes of input and output, and errors before anything runs."""
+
+from pathlib import Path
+
+import pytest
+
+from nanospec import LLM, SamplingParams
+from nanospec.errors import CheckpointError, ConfigError
+from tests import helpers
+
+
+@pytest.fixture(scope="module")
+def llm(qwen3: Path) -> LLM:
+    return helpers.make_llm(qwen3)
+
+
+def test_an_output_has_the_fields_of_vllms(llm: LLM) -> None:
+    (output,) = llm.generate("the owl", helpers.greedy(5))
+    completion = output.outputs[0]
+    assert output.prompt_token_ids == llm.encode("the owl")
+    assert len(completion.token_ids) == 5 and completion.finish_reason == "length"
+    assert llm.tokenizer is not None
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert output.stats.tokens == 5 and output.stats.rounds == 4
+    assert output.stats.seconds > 0 and output.stats.tokens_per_second > 0
+
+
+def test_prompts_may_be_text_or_token_ids_one_or_many(llm: LLM) -> None:
+    ids = llm.encode("the owl")
+    want = llm.generate("the owl", helpers.greedy())[0].outputs[0].token_ids
+    for prompts in ("the owl", ids, tuple(ids), ["the owl"], [ids], ["the owl", ids]):
+        outputs = llm.generate(prompts, helpers.greedy())
+        assert all(output.outputs[0].token_ids == want for output in outputs)
+    assert llm.generate([], helpers.greedy()) == []
+
+
+def test_the_default_parameters_are_vllms(llm: LLM) -> None:
+    (output,) = llm.generate("the owl")
+    assert len(output.outputs[0].token_ids) <= SamplingParams().max_tokens == 16
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    outputs = llm.generate(["the owl", "the owl"], [helpers.greedy(3), helpers.greedy(7)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 7]
+    with pytest.raises(ConfigError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["the owl"], [helpers.greedy(3), helpers.greedy(7)])
+
+
+def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    one = llm.chat(conversation, helpers.greedy())
+    many = llm.chat([conversation, conversation], helpers.greedy())
+    assert one[0].prompt_token_ids == llm.encode("<|user|>hi<|end|><|assistant|>")
+    assert [output.outputs[0].text for output in many] == [one[0].outputs[0].text] * 2
+    llm.chat(conversation, helpers.greedy(2), chat_template_kwargs={"enable_thinking": False})
+
+
+def test_one_bad_prompt_stops_the_call_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="no room"):
+        llm.generate(["fine", [5] * 300], helpers.greedy())
+    with pytest.raises(ConfigError, match="string or a list of token ids"):
+        llm.generate([["a", "b"]], helpers.greedy())  # type: ignore[list-item]
+    assert not llm.engine.has_work
+
+
+def test_an_interrupted_call_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter([llm.engine.step, llm.engine.step])
+
+    def step() -> object:
+        try:
+            return next(steps)()
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["the owl"] * 3, helpers.greedy(50))
+    assert not llm.engine.has_work
+    assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+def test_unknown_options_and_models_are_errors(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM(str(qwen3), max_num_seq=4)
+    with pytest.raises(ConfigError, match="no model given"):
+        LLM()
+    with pytest.raises(CheckpointError, match="folder"):
+        LLM("./no/such/folder")
+
+
+def test_a_model_without_tokenizer_takes_token_ids_only(qwen3: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((qwen3 / name).read_bytes())
+    llm = helpers.make_llm(tmp_path)
+    (output,) = llm.generate([5, 6, 7], helpers.greedy(3))
+    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        llm.generate("text", helpers.greedy(3))
+    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+        llm.generate([5, 6], helpers.greedy(3, stop="x"))

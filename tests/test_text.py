@@ -1,0 +1,164 @@
+"""Tokenizer, chat template, and the text stream with its stop strings."""
+
+from pathlib import Path
+
+import pytest
+
+from nanospec.errors import CheckpointError, ConfigError
+from nanospec.text import TextStream, Tokenizer, read_json
+from tests import helpers
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(helpers.make_tokenizer(), {"eos_token": "<|end|>"}, helpers.TEMPLATE)
+
+
+def stream(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = ()) -> TextStream:
+    """Push a text token by token until a stop string ends it."""
+    grown = TextStream(tokenizer, (), stop)
+    for token in tokenizer.encode(text):
+        if grown.push(token):
+            break
+    grown.finish()
+    return grown
+
+
+def test_pieces_taken_add_up_to_the_decoded_text(tokenizer: Tokenizer) -> None:
+    text = helpers.TEXT + " naïve 🦉🦉 日本語\n\ttabs"
+    grown, pieces = TextStream(tokenizer), []
+    for token in tokenizer.encode(text):
+        grown.push(token)
+        pieces.append(grown.take())
+    grown.finish()
+    pieces.append(grown.take())
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_is_held_back_until_its_bytes_are_complete(tokenizer: Tokenizer) -> None:
+    owl = tokenizer.encode("\U0001f9ae")  # a guide dog: four bytes, no merges
+    assert len(owl) > 1
+    grown = TextStream(tokenizer)
+    for token in owl[:-1]:
+        grown.push(token)
+        assert grown.take() == ""
+    grown.push(owl[-1])
+    assert grown.take() == "\U0001f9ae"
+
+
+def test_an_incomplete_character_at_the_end_is_not_lost(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("ok \U0001f9ae")[:-1]
+    grown = TextStream(tokenizer)
+    for token in tokens:
+        grown.push(token)
+    grown.finish()
+    assert grown.text == tokenizer.decode(tokens)
+
+
+# Other engines: vllm PR 49391 (of two stop strings the one completed first must win).
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        (" The user is a", ("a", "is"), " The user "),
+        ("one two three", ("two",), "one "),
+        ("one two three", ("absent",), "one two three"),
+        ("aXbYc", ("Y", "X"), "a"),
+        ("the abc", ("c", "abc"), "the "),  # completed together: the longer one cuts more
+        ("stop at once", ("stop",), ""),
+    ],
+)
+def test_the_stop_string_completed_first_cuts_the_text(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], expected: str
+) -> None:
+    assert stream(tokenizer, text, stop).text == expected
+
+
+def test_streamed_text_never_shows_part_of_a_stop_string(tokenizer: Tokenizer) -> None:
+    grown, shown = TextStream(tokenizer, (), ("said so: 99", "46, isn")), ""
+    for token in tokenizer.encode(helpers.TEXT):
+        stopped = grown.push(token)
+        shown += grown.take()
+        if stopped:
+            break
+    grown.finish()
+    shown += grown.take()
+    assert shown == grown.text == helpers.TEXT[: helpers.TEXT.index("46, isn")]
+
+
+def test_stop_strings_are_ignored_while_they_may_not_stop(tokenizer: Tokenizer) -> None:
+    grown = TextStream(tokenizer, (), ("is",))
+    tokens = tokenizer.encode("this is")
+    stops = [grown.push(token, may_stop=index > 3) for index, token in enumerate(tokens)]
+    assert not any(stops[:4])
+    assert grown.text.startswith("this") and any(stops[4:])
+
+
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    assert stream(tokenizer, "<|user|>hello<|end|>").text == "hello"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    grown = TextStream(None)
+    grown.push(7)
+    grown.finish()
+    assert grown.text == "" and grown.take() == ""
+
+
+def test_chat_template_wraps_the_messages(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.chat_ids([{"role": "user", "content": "hi <there>"}])
+    want = tokenizer.encode("<|user|>hi <there><|end|><|assistant|>")
+    assert ids == want
+
+
+def test_chat_template_variables_and_helpers_reach_the_template() -> None:
+    template = "{{ flag }}|{{ messages | tojson }}|{{ eos_token }}|{{ strftime_now('%Y')[:2] }}"
+    tokenizer = Tokenizer(helpers.make_tokenizer(), {"eos_token": {"content": "<|end|>"}}, template)
+    ids = tokenizer.chat_ids([{"role": "user", "content": "<é>"}], flag="on")
+    assert tokenizer.decode(ids) == 'on|[{"role": "user", "content": "<é>"}]||20'
+
+
+def test_a_template_that_raises_gives_its_reason() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = Tokenizer(helpers.make_tokenizer(), {}, template)
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        tokenizer.chat_ids([])
+
+
+def test_no_template_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        Tokenizer(helpers.make_tokenizer(), {}, None).chat_ids([])
+
+
+def test_a_template_file_wins_over_the_tokenizer_config(qwen3: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((qwen3 / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": "yes"}])) == "yes!"
+
+
+def test_a_folder_without_tokenizer_has_none_and_a_broken_one_is_refused(tmp_path: Path) -> None:
+    assert Tokenizer.load(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_truncation_stored_in_the_tokenizer_is_switched_off() -> None:
+    fast = helpers.make_tokenizer()
+    fast.enable_truncation(4)
+    fast.enable_padding(length=50)
+    assert (
+        Tokenizer(fast, {}, None).encode("abcdefghij")
+        == helpers.make_tokenizer().encode("abcdefghij").ids
+    )
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"text"'])
+def test_json_that_is_no_object_is_refused_with_its_path(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=r"x\.json"):
+        read_json(path)

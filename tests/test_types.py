@@ -1,0 +1,62 @@
+"""Sampling parameters refuse what cannot work; statistics add up."""
+
+from typing import Any
+
+import pytest
+
+from nanospec import SamplingParams
+from nanospec.errors import ConfigError
+from nanospec.types import Stats
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -2},
+        {"top_p": 1.1},
+        {"top_p": -0.1},
+        {"top_p": float("nan")},
+        {"min_p": 2},
+        {"max_tokens": 0},
+        {"min_tokens": -1},
+        {"max_tokens": 4, "min_tokens": 5},
+        {"max_tokens": None, "min_tokens": -1},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"seed": 2**63},
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        SamplingParams(**options)
+    assert any(name in str(raised.value) for name in options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.0}, {"top_k": -1}, {"max_tokens": None, "min_tokens": 99}, {"seed": -(2**63)}],
+)
+def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
+    SamplingParams(**options)
+
+
+def test_an_unknown_parameter_is_an_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_one_stop_string_may_be_given_bare() -> None:
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def test_stats_derive_their_rates_and_survive_emptiness() -> None:
+    assert Stats().acceptance_length == Stats().tokens_per_second == 0.0
+    stats = Stats(rounds=4, emitted=10, tokens=11, seconds=2.0)
+    assert stats.acceptance_length == 2.5
+    assert stats.tokens_per_second == 5.5
+    wanted = {"rounds", "drafted", "verified", "accepted", "acceptance_length", "seconds"}
+    assert wanted | {"tokens_per_second"} <= set(stats.as_dict())
