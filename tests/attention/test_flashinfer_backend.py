@@ -16,8 +16,9 @@ KINDS = {"causal": (5, 0), "full": (5, 0), "masked": (0, 5), "mixed": (4, 4)}
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(  # each pair is a kernel of its own, compiled at first use
+    ("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float16)]
+)
 def test_flashinfer_matches_the_torch_backend(
     kind: str, page_size: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:

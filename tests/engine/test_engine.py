@@ -1,5 +1,6 @@
 """The engine as a whole: equal to transformers, equal in any company, pages always balance."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -294,13 +295,36 @@ def test_a_seeded_request_draws_the_same_tokens_on_gpu_and_cpu(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_smollm2_greedy_tokens_equal_the_recorded_ones(smollm2: Path) -> None:
-    import json
-
-    rows = json.loads((GOLDEN.parent / "smollm2_greedy.json").read_text())["rows"]
     llm = helpers.make_llm(smollm2, max_model_len=512)
+    assert _divergences(llm, 1e-3) == []
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("attention", "dtype", "near_tie"),
+    # bfloat16 has 8 bits: logits around 20 are 0.125 apart.
+    [("torch", "float32", 1e-3), ("torch", "bfloat16", 0.5), ("flashinfer", "bfloat16", 0.5)],
+)
+def test_smollm2_on_a_gpu_diverges_at_near_ties_only(
+    smollm2: Path, attention: str, dtype: str, near_tie: float
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "attention": attention, "max_model_len": 512}
+    llm = LLM(str(smollm2), device="cuda", kv_cache_gib=1.0, **options)
+    assert _divergences(llm, near_tie) == []
+
+
+def _divergences(llm: LLM, near_tie: float) -> list[tuple[int, int, float]]:
+    """Return question, token and logit gap where an output leaves the recorded one at no near-tie.
+
+    After its first divergence an output is another text, so nothing more is compared.
+    """
+    rows = json.loads((GOLDEN.parent / "smollm2_greedy.json").read_text())["rows"]
     prompts = [row["prompt_token_ids"] for row in rows]
+    found = []
     for row, got in zip(rows, helpers.token_ids(llm, prompts, helpers.greedy(64)), strict=True):
-        want = row["output_token_ids"]
-        pairs = zip(got, want, strict=True)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        assert at is None or row["gaps"][at] < 1e-3, f"question {row['index']}, token {at}"
+        pairs = zip(got, row["output_token_ids"], strict=True)
+        at = next((i for i, (left, right) in enumerate(pairs) if left != right), None)
+        if at is not None and row["gaps"][at] >= near_tie:
+            found.append((row["index"], at, row["gaps"][at]))
+    return found
