@@ -47,15 +47,17 @@ def count_pages(config: EngineConfig, decoder: Decoder, max_model_len: int) -> i
     page_bytes = 2 * model.num_layers * config.page_size * model.num_kv_heads * model.head_dim
     page_bytes *= decoder.dtype.itemsize
     budget = _cache_bytes(config, decoder)
-    num_fitting = int(budget // page_bytes)
+    num_fitting = max(int(budget // page_bytes), 0)
     num_needed = -(-max_model_len // config.page_size)
     if num_fitting < num_needed:
+        longest = num_fitting * config.page_size
+        shorter = f"max_model_len to at most {longest}, " if longest else ""
         raise ConfigError(
-            f"{num_fitting} KV pages of {config.page_size} tokens fit in {budget / _GIB:.3g} GiB, "
-            f"but one request of max_model_len={max_model_len} tokens needs {num_needed} "
-            f"({num_needed * page_bytes / _GIB:.3g} GiB); lower max_model_len to at most "
-            f"{num_fitting * config.page_size}, max_num_seqs or max_num_batched_tokens, or raise "
-            f"kv_cache_gib or gpu_memory_utilization"
+            f"{num_fitting} KV pages of {config.page_size} tokens fit in the "
+            f"{max(budget, 0) / _GIB:.3g} GiB there are for them, but one request of "
+            f"max_model_len={max_model_len} tokens needs {num_needed} "
+            f"({num_needed * page_bytes / _GIB:.3g} GiB); lower {shorter}max_num_seqs or "
+            f"max_num_batched_tokens, or raise kv_cache_gib or gpu_memory_utilization"
         )
     # More than all requests at their longest could never be held at once.
     num_pages = min(num_fitting, config.max_num_seqs * num_needed)

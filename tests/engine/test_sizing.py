@@ -37,6 +37,13 @@ def test_too_few_pages_are_refused_with_the_way_out(qwen3: Path) -> None:
         count_pages(config, decoder(qwen3), max_model_len=96)
 
 
+def test_where_no_page_fits_no_shorter_context_is_suggested(qwen3: Path) -> None:
+    config = EngineConfig(model="x", kv_cache_gib=0.5 * PAGE_BYTES / 2**30)
+    with pytest.raises(ConfigError, match=r"^0 KV pages") as raised:
+        count_pages(config, decoder(qwen3), max_model_len=96)
+    assert "at most" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("tokens", "requests"), [(7, 7), (20, 3), (16, 1)])
 def test_the_largest_step_runs_at_any_size(qwen3: Path, tokens: int, requests: int) -> None:
     config = EngineConfig(
@@ -52,7 +59,7 @@ def test_gpu_memory_is_sized_after_the_largest_step(tmp_path: Path) -> None:
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "device": "cuda"}
     small = LLM(str(folder), gpu_memory_utilization=0.05, **options)  # type: ignore[arg-type]
     assert small.engine.pages.num_pages >= 512 // 16
-    with pytest.raises(ConfigError, match="lower max_model_len"):
+    with pytest.raises(ConfigError, match="^0 KV pages"):
         LLM(str(folder), gpu_memory_utilization=0.001, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_cache_gib=100000"):
         LLM(str(folder), kv_cache_gib=100_000, **options)  # type: ignore[arg-type]
