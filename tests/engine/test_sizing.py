@@ -59,7 +59,7 @@ def test_gpu_memory_is_sized_after_the_largest_step(tmp_path: Path) -> None:
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "device": "cuda"}
     small = LLM(str(folder), gpu_memory_utilization=0.05, **options)  # type: ignore[arg-type]
     assert small.engine.pages.num_pages >= 512 // 16
-    with pytest.raises(ConfigError, match="^0 KV pages"):
+    with pytest.raises(ConfigError, match=r"^0 KV pages"):
         LLM(str(folder), gpu_memory_utilization=0.001, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_cache_gib=100000"):
         LLM(str(folder), kv_cache_gib=100_000, **options)  # type: ignore[arg-type]
