@@ -4,6 +4,7 @@ Both are frozen and refuse what cannot work; neither knows tensors.
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 from nanospec.errors import CheckpointError, ConfigError
 from nanospec.text import read_json
 
-SPECULATORS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
+ACCEPTANCES = ("auto", "rejection", "shared-noise")
+MAX_DRAFT_LEN = 63  # with the root, the rows that one 64-bit word can speak of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,10 @@ class EngineConfig:
 
     model: str  # a folder, or a Hugging Face id
     draft: str | None = None  # a drafter's folder or id
-    speculator: str = "auto"  # what drafts; auto is none as long as there is nothing to draft with
+    speculator: str = "auto"  # what drafts: none, ngram, trie, draft or module:Class
+    max_draft_len: int = 7  # draft rows of one request at most
+    acceptance: str = "auto"  # auto: shared-noise for requests with a seed, rejection for others
+    adaptive: str = "off"  # or schedule:[[from, to, drafts], ..] by number of running requests
     dtype: str = "auto"  # auto: the checkpoint's, but bfloat16 for a float32 one on a GPU
     device: str = "auto"  # auto: cuda where there is one
     load_format: str = "auto"  # dummy: random weights from config.json alone
@@ -44,13 +49,15 @@ class EngineConfig:
     seed: int = 0  # of the seeds of requests that bring none
 
     def __post_init__(self) -> None:
-        if self.draft is not None:
-            raise ConfigError(f"draft={self.draft!r}: no speculator takes a drafter yet; leave it")
-        _one_of("speculator", self.speculator, SPECULATORS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
+        _one_of("acceptance", self.acceptance, ACCEPTANCES)
+        if not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
+            given = f"max_draft_len={self.max_draft_len}"
+            raise ConfigError(f"{given} is out of range; pass 1 to {MAX_DRAFT_LEN}")
+        _parse_schedule(self.adaptive, self.max_draft_len)
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -67,6 +74,13 @@ class EngineConfig:
             given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
             raise ConfigError(f"{given} is out of range; pass more than 0 and at most 1")
 
+    def draft_len(self, num_running: int) -> int:
+        """Return how many drafts a request may make when so many run."""
+        for first, last, length in _parse_schedule(self.adaptive, self.max_draft_len):
+            if first <= num_running <= last:
+                return length
+        return self.max_draft_len if self.adaptive == "off" else 0
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
         """Build a config from keyword options.
@@ -81,6 +95,26 @@ class EngineConfig:
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         return cls(**options)
+
+
+def _parse_schedule(adaptive: str, max_draft_len: int) -> list[tuple[int, int, int]]:
+    """Return (from, to, drafts) of `schedule:[[1,16,7],[17,128,5]]`; nothing for `off`."""
+    if adaptive == "off":
+        return []
+    kind, _, text = adaptive.partition(":")
+    try:
+        rows = [tuple(row) for row in json.loads(text)] if kind == "schedule" else []
+        ok = bool(rows) and all(
+            1 <= first <= last and 0 <= length <= max_draft_len for first, last, length in rows
+        )
+    except (json.JSONDecodeError, TypeError, ValueError):
+        ok = False
+    if not ok:
+        raise ConfigError(
+            f"adaptive={adaptive!r} is not understood; pass off, or schedule:[[1,16,7],[17,128,5]] "
+            f"(from, to, drafts a request, at most max_draft_len={max_draft_len})"
+        )
+    return rows
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -13,6 +13,10 @@ class CheckpointError(NanospecError):
     """A checkpoint does not hold what its config announces, or cannot be read."""
 
 
+class PlanError(NanospecError):
+    """A speculator broke the contract of `Draft`, `VerifyPlan` or `Resources`."""
+
+
 class OutOfPagesError(NanospecError):
     """The KV cache is full. Users see it only for a request that cannot fit even alone."""
 

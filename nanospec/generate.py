@@ -14,7 +14,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,20 +25,10 @@ from nanospec import config as choices
 from nanospec.config import EngineConfig
 from nanospec.errors import ConfigError, NanospecError
 from nanospec.llm import LLM, output_of
-from nanospec.text import Message
-from nanospec.types import Request, SamplingParams, Stats
-
-
-@dataclass(slots=True)
-class Conversation:
-    """One row of a prompts file: a raw prompt, or user turns that are answered one by one."""
-
-    index: int  # row in the file, from 0
-    source: Any  # the prompt as the row gives it
-    turns: list[str | list[int]]
-    messages: list[Message] = field(default_factory=list)
-    replies: list[Request] = field(default_factory=list)
-    error: str | None = None
+from nanospec.prompts import Conversation, finished_rows, read_prompts
+from nanospec.stats import Stats
+from nanospec.trace import Tracer
+from nanospec.types import Request, SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="JSON lines to write, as rows are finished")
     add("--resume", action="store_true", help="go on with the rows that --output lacks")
     add("--json", action="store_true", help="print one JSON document")
+    add("--stats", action="store_true", help="print acceptance by depth to stderr")
+    add(
+        "--trace",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="draw every round on stderr, or write it to FILE as JSON lines",
+    )
     add("--verbose", action="store_true", help="log loading and sizing to stderr")
     add(
         "--chat",
@@ -104,7 +103,21 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add("--model", required=True, help="folder or Hugging Face id")
     add("--draft", help="drafter: folder or Hugging Face id")
-    add("--speculator", default="auto", choices=choices.SPECULATORS, help="what drafts")
+    add(
+        "--speculator",
+        default="auto",
+        help="auto, none, ngram, trie, draft, or your own as module:Class",
+    )
+    add("--max-draft-len", type=int, default=7, help="draft rows of one request at most")
+    add(
+        "--acceptance",
+        default="auto",
+        choices=choices.ACCEPTANCES,
+        help="auto: shared-noise for seeded requests, rejection for others",
+    )
+    add(
+        "--adaptive", default="off", help="or schedule:[[from, to, drafts], ..] by running requests"
+    )
     add("--dtype", default="auto", choices=choices.DTYPES, help="auto: the checkpoint's")
     add("--device", default="auto", choices=choices.DEVICES, help="auto: cuda where there is one")
     add("--load-format", default="auto", choices=choices.LOAD_FORMATS, help="dummy: random weights")
@@ -130,6 +143,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--resume needs --output FILE")
     if args.output is not None and args.prompts is None:
         raise ConfigError("--output needs --prompts FILE")
+    if args.trace and not Path(args.trace).parent.is_dir():
+        raise ConfigError(f"{Path(args.trace).parent} is no folder; --trace cannot be written")
     params = _sampling_params(args)
     engine_options = {
         each.name: getattr(args, each.name)
@@ -137,14 +152,16 @@ def _run(args: argparse.Namespace) -> int:
         if each.name != "seed"  # here it is the requests' own, not that of the engine
     }
     EngineConfig.from_options(engine_options)  # options are wrong sooner than a model is loaded
-    if args.prompts is None:
-        if not args.prompt.strip():
-            raise ConfigError("the prompt is empty")
-        return _answer(args, LLM(**engine_options), params)
-    conversations = read_prompts(args.prompts)
-    finished = _finished_rows(args, conversations)
+    conversations = _read_conversations(args)
+    finished = set()
+    if args.output is not None:
+        finished = finished_rows(args.output, conversations, resume=args.resume)
     todo = [each for each in conversations if each.index not in finished]
-    return _answer_file(args, LLM(**engine_options), params, todo)
+    llm = LLM(**engine_options)
+    with _tracing(args, llm):
+        if args.prompts is None:
+            return _answer(args, llm, params, todo[0])
+        return _answer_file(args, llm, params, todo)
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -153,9 +170,33 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def _answer(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> int:
+def _read_conversations(args: argparse.Namespace) -> list[Conversation]:
+    if args.prompts is not None:
+        return read_prompts(args.prompts)
+    if not args.prompt.strip():
+        raise ConfigError("the prompt is empty")
+    return [Conversation(index=0, source=args.prompt, turns=[args.prompt])]
+
+
+@contextmanager
+def _tracing(args: argparse.Namespace, llm: LLM) -> Iterator[None]:
+    """Write every round to stderr or to a file, where --trace asks for it."""
+    if args.trace is None:
+        yield
+    elif args.trace == "":
+        colour = sys.stderr.isatty()
+        llm.engine.observers.append(Tracer(sys.stderr, llm.tokenizer, colour=colour))
+        yield
+    else:
+        with Path(args.trace).open("w", encoding="utf-8") as file:
+            llm.engine.observers.append(Tracer(file, llm.tokenizer, as_data=True))
+            yield
+
+
+def _answer(
+    args: argparse.Namespace, llm: LLM, params: SamplingParams, conversation: Conversation
+) -> int:
     """Answer the one prompt of the command line, streaming unless JSON is wanted."""
-    conversation = Conversation(index=0, source=args.prompt, turns=[args.prompt])
     request = llm.engine.add(_next_prompt(args, llm, conversation), params)
     while not request.is_finished:
         llm.engine.step()
@@ -163,10 +204,11 @@ def _answer(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> int:
             sys.stdout.write(request.text.take())
             sys.stdout.flush()
     if args.json:
-        print(json.dumps(_as_row(args.prompt, request), ensure_ascii=False))
-        return 0
-    print(flush=True)
-    print(_summary(request.stats), file=sys.stderr)
+        print(json.dumps(_as_row(args.prompt, request), ensure_ascii=False), flush=True)
+    else:
+        print(flush=True)
+    if args.stats or not args.json:
+        print(_summary(request.stats, table=args.stats), file=sys.stderr)
     return 0
 
 
@@ -175,35 +217,37 @@ def _answer_file(
 ) -> int:
     """Answer the rows of a file; each is written as soon as its last turn is answered."""
     prompts = [_next_prompt(args, llm, each) for each in todo]
-    own = [_with_seed(params, each.index) for each in todo]
+    own = [replace(params, seed=(params.seed or 0) + each.index) for each in todo]
     for conversation, prompt, each in zip(todo, prompts, own, strict=True):
         try:
             llm.engine.check(prompt, each)
         except NanospecError as error:
             raise ConfigError(f"{args.prompts}, row {conversation.index + 1}: {error}") from error
     running = {llm.engine.add(p, o): c for c, p, o in zip(todo, prompts, own, strict=True)}
-    rows: list[dict[str, Any]] = []
+    total, rows = Stats(), []
     started = time.perf_counter()
     with tqdm(total=len(todo), unit="row", file=sys.stderr) as progress:
-        for row in _rows(args, llm, running):
-            rows.append(row)
+        for conversation in _finished(args, llm, running):
+            for reply in conversation.replies:
+                total.add(reply.stats)
+            rows.append(_conversation_row(conversation))
+            _write_row(args, rows[-1])
             progress.update()
-            _write_row(args, row)
-    total = _total([row["stats"] for row in rows], time.perf_counter() - started)
+    total.seconds = time.perf_counter() - started
     if args.json:
         document = {"stats": total.as_dict(), "outputs": sorted(rows, key=lambda r: r["index"])}
-        print(json.dumps(document, ensure_ascii=False))
-    print(_summary(total), file=sys.stderr)
+        print(json.dumps(document, ensure_ascii=False), flush=True)
+    print(_summary(total, table=args.stats), file=sys.stderr)
     failed = sum("error" in row for row in rows)
     if failed:
         print(f"nanospec: {failed} rows ended early, see their field error", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _rows(
+def _finished(
     args: argparse.Namespace, llm: LLM, running: dict[Request, Conversation]
-) -> Iterator[dict[str, Any]]:
-    """Advance all conversations and yield the output row of each that ends."""
+) -> Iterator[Conversation]:
+    """Advance all conversations and yield each that ends."""
     while running:
         for request in llm.engine.step():
             if not request.is_finished:
@@ -217,7 +261,7 @@ def _rows(
                     continue
                 except NanospecError as error:  # say, the dialogue has outgrown the context
                     conversation.error = str(error)
-            yield _conversation_row(conversation)
+            yield conversation
 
 
 def _next_prompt(args: argparse.Namespace, llm: LLM, conversation: Conversation) -> list[int]:
@@ -237,85 +281,6 @@ def _next_prompt(args: argparse.Namespace, llm: LLM, conversation: Conversation)
     return llm.encode_chat(conversation.messages)
 
 
-def _with_seed(params: SamplingParams, index: int) -> SamplingParams:
-    values = {each.name: getattr(params, each.name) for each in fields(params)}
-    return SamplingParams(**(values | {"seed": (params.seed or 0) + index}))
-
-
-def read_prompts(path: Path) -> list[Conversation]:
-    """Read a file of JSON lines, each with a field `prompt`, `question` or `turns`.
-
-    Raises:
-        ConfigError: the file or one of its lines cannot be used; the line is named.
-    """
-    try:
-        lines = _lines(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ConfigError(f"{path} holds no prompts")
-    return [
-        _read_prompt(f"{path}, line {number}", index, line)
-        for index, (number, line) in enumerate(numbered)
-    ]
-
-
-def _read_prompt(where: str, index: int, line: str) -> Conversation:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    known = ("prompt", "question", "turns")
-    names = [name for name in known if name in row] if isinstance(row, dict) else []
-    if len(names) != 1:
-        raise ConfigError(f"{where} needs one of the fields prompt, question and turns")
-    source = row[names[0]]
-    turns = source if names[0] == "turns" else [source]
-    if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):
-        raise ConfigError(f"{where}: {names[0]} is empty or is not text")
-    return Conversation(index=index, source=source, turns=turns)
-
-
-def _lines(text: str) -> list[str]:
-    # Not splitlines(): JSON strings may hold other line separators, such as U+2028, unescaped.
-    return text.removesuffix("\n").split("\n")
-
-
-def _is_turn(turn: Any) -> bool:
-    if isinstance(turn, str):
-        return bool(turn.strip())
-    return isinstance(turn, list) and bool(turn) and all(isinstance(t, int) for t in turn)
-
-
-def _finished_rows(args: argparse.Namespace, conversations: list[Conversation]) -> set[int]:
-    """Return the rows that the output file holds, and cut off a line left incomplete there."""
-    path: Path | None = args.output
-    if path is None:
-        return set()
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is no folder; --output {path} cannot be written")
-    if not path.exists() or path.stat().st_size == 0:
-        return set()
-    if not args.resume:
-        raise ConfigError(f"{path} exists; pass --resume to go on with it, or another --output")
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    finished = set()
-    for number, line in enumerate(_lines(complete.decode()), start=1):
-        try:
-            row = json.loads(line)
-            index, source = row["index"], row["prompt"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(f"{path}, line {number} is no row that --output wrote") from None
-        if index >= len(conversations) or conversations[index].source != source:
-            raise ConfigError(f"{path}, line {number} belongs to other prompts than {args.prompts}")
-        finished.add(index)
-    if len(complete) < len(content):
-        os.truncate(path, len(complete))
-    return finished
-
-
 def _write_row(args: argparse.Namespace, row: dict[str, Any]) -> None:
     line = json.dumps(row, ensure_ascii=False)
     if args.output is not None:
@@ -330,8 +295,10 @@ def _conversation_row(conversation: Conversation) -> dict[str, Any]:
     row = {"index": conversation.index} | _as_row(conversation.source, replies[-1])
     if len(conversation.turns) > 1:
         row["replies"] = [reply.text.text for reply in replies]
-        stats = [reply.stats.as_dict() for reply in replies]
-        row["stats"] = _total(stats, sum(reply.stats.seconds for reply in replies)).as_dict()
+        total = Stats(seconds=sum(reply.stats.seconds for reply in replies))
+        for reply in replies:
+            total.add(reply.stats)
+        row["stats"] = total.as_dict()
     if conversation.error is not None:
         row["error"] = conversation.error
     return row
@@ -350,18 +317,18 @@ def _as_row(source: Any, request: Request) -> dict[str, Any]:
     }
 
 
-def _total(stats: Sequence[dict[str, float]], seconds: float) -> Stats:
-    names = [each.name for each in fields(Stats) if each.name != "seconds"]
-    sums = {name: int(sum(each[name] for each in stats)) for name in names}
-    return Stats(**sums, seconds=seconds)
-
-
-def _summary(stats: Stats) -> str:
-    return (
+def _summary(stats: Stats, *, table: bool) -> str:
+    lines = [
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
         f"{stats.rounds} rounds, acceptance length {stats.acceptance_length:.2f}, "
         f"{stats.drafted} drafted / {stats.verified} verified / {stats.accepted} accepted"
-    )
+    ]
+    if table and stats.offered:
+        lines.append("depth  verified  accepted   rate")
+        rows = zip(stats.offered, stats.kept, stats.acceptance_rates, strict=True)
+        for depth, (offered, kept, rate) in enumerate(rows, start=1):
+            lines.append(f"{depth:>5}  {offered:>8}  {kept:>8}  {rate:>5.2f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

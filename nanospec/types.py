@@ -8,18 +8,25 @@ Shape symbols, used in every docstring and nowhere redefined:
     Hq  query heads                      Hkv key and value heads
     D   width of a head                  S   cache slots
     P   most pages of one request        I   width of the MLP
+    K   draft tokens of one request      M   most rows of one request in a plan, 1 + K
 
-Words: a *row* is one token in one forward; a *segment* is the run of rows of one request; the
-*root* of a request is its last committed token, whose keys and values are not written yet.
+Words: a *row* is one token in one forward; a *segment* is a run of rows of one request; the *root*
+of a request is its last committed token, whose keys and values are not written yet. Row 0 of a
+request in a plan is its root, row i its i-th draft token; the *depth* of a row is its distance from
+the root. p is the target's distribution, q the drafter's.
 """
 
+import enum
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from nanospec.errors import ConfigError
+from nanospec.stats import Stats
 from nanospec.text import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -48,6 +55,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()  # text that ends the output and is cut off
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
     ignore_eos: bool = False  # go on after the model's end-of-sequence tokens
+    speculate: bool = True  # False: decode this request plainly, even inside a speculating batch
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature < math.inf, f"temperature={self.temperature}", "0 or more")
@@ -79,41 +87,37 @@ def _require(condition: bool, given: str, wanted: str) -> None:
         raise ConfigError(f"{given} is out of range; pass {wanted}")
 
 
-@dataclass(slots=True)
-class Stats:
-    """What the rounds of one request, or of many, did. A round verifies a root and its drafts."""
+class PlanKind(enum.IntEnum):
+    """What a plan asks of attention; each kind includes the ones before it."""
 
-    rounds: int = 0
-    drafted: int = 0  # draft tokens proposed
-    verified: int = 0  # of these, run through the target
-    accepted: int = 0  # of these, kept
-    emitted: int = 0  # tokens of rounds: the accepted ones and one more each
-    tokens: int = 0  # output tokens, the one that ends the prompt's last chunk included
-    seconds: float = 0.0  # wall time, waiting included
+    CHAIN = 0  # every row follows the one before it
+    TREE = 1  # a row sees its ancestors and stands at its depth
+    MASK = 2  # rows state positions and who sees whom themselves
 
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens emitted per round, next token included; 0 without a round."""
-        return self.emitted / self.rounds if self.rounds else 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens per second of wall time."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses after a request's root. Row 0 is the root, row i the i-th token here.
 
-    def as_dict(self) -> dict[str, float]:
-        """Return every field and derived figure, for JSON."""
-        return {
-            "rounds": self.rounds,
-            "drafted": self.drafted,
-            "verified": self.verified,
-            "accepted": self.accepted,
-            "emitted": self.emitted,
-            "tokens": self.tokens,
-            "acceptance_length": self.acceptance_length,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-        }
+    `probs` are what the tokens were drawn from: row i - 1 is the distribution at the *parent* of
+    row i, so siblings share one; the first sibling was drawn from it, the next from what is left
+    without the first, and so on. Without `probs` the tokens count as a point mass: they are
+    accepted exactly where the target draws them, whatever they were made from.
+
+    A sampled token's `survival` may depend on tokens before it, never on the token itself, or the
+    choice of what is verified would bias the output.
+    """
+
+    tokens: Sequence[int] | Tensor  # [K]
+    parents: Sequence[int] | None = None  # [K] row numbers, each below its own; None: a chain
+    probs: Tensor | None = None  # [K, V] fp32
+    survival: Sequence[float] | None = None  # [K] P(this token and its ancestors are accepted)
+    positions: Sequence[int] | None = None  # [K] counted from the root's; None: the depths
+    visibility: Sequence[Sequence[bool]] | None = None  # [M, M], lower triangle; None: ancestors
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +135,9 @@ class Request:
     stop_token_ids: frozenset[int]  # the model's own included, unless it ignores them
     max_len: int  # most tokens, prompt included
     text: TextStream
+    shares_noise: bool = True  # drafts are accepted where they equal the target's own draw
+    draft: Draft | None = None  # guesses after the root, for the next round
+    max_drafts: int = 0  # draft rows there are pages for in the next round
     tokens: list[int] = field(init=False)  # prompt and committed output
     pages: list[int] = field(default_factory=list)  # in the order of the tokens
     kv_len: int = 0
@@ -154,22 +161,152 @@ class Request:
         return len(self.tokens) - len(self.prompt_token_ids)
 
     @property
+    def num_planned(self) -> int:
+        """How many draft rows the next round verifies: what there is, within `max_drafts`."""
+        return 0 if self.draft is None else min(len(self.draft), self.max_drafts)
+
+    @property
     def is_finished(self) -> bool:
         """Whether no more tokens will come."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """What the next forward verifies: R requests with their roots and drafts, padded to M rows.
+
+    How many rows of a request are really verified lives on the device; the host knows the cap M
+    and a total that is never exceeded, and mostly the counts themselves.
+    """
+
+    kind: PlanKind
+    tokens: Tensor  # [R, M] int64
+    parents: Tensor  # [R, M] int64 row numbers, -1 for the root
+    num_rows: Tensor  # [R] int64, at least 1
+    num_tokens: int  # host, at least the sum of num_rows
+    row_counts: list[int] | None  # [R] host copy of num_rows, where it is known
+    probs: Tensor | None = None  # [R, K, V] fp32, zero where a request has none
+    is_sampled: Tensor | None = None  # [R] bool, which requests have probs; None: none has
+    positions: Tensor | None = None  # [R, M] int64, counted from the root's; None: the depths
+    visibility: Tensor | None = None  # [R, M, M] bool; None: ancestors
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return self.tokens.shape[0]
+
+    @property
+    def max_rows(self) -> int:
+        """M."""
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The rows of a plan without gaps: N = `plan.num_tokens` of them, the last ones perhaps unused.
+
+    Unused rows have token, position, request and depth 0 and the scratch slot.
+    """
+
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    slots: Tensor  # [N] int64
+    words: Tensor  # [N] int64, visibility; see `attention.mask`
+    request: Tensor  # [N] int64, index of the row's request in the plan
+    depth: Tensor  # [N] int64
+    offsets: Tensor  # [R + 1] int64, where each request's rows start, and the end
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptResult:
+    """What survives of a plan: for each request a path from the root, and the token after it."""
+
+    tokens: Tensor  # [R, M] int64: the path's drafts, then the next token, then anything
+    num_emitted: Tensor  # [R] int64, 1..M: accepted drafts and the next token
+    path: Tensor  # [R, M] int64: rows 0, a, b, .. of the path, num_emitted of them, then anything
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows `kv_len .. kv_len + num_rows - 1` of one request, to be run in the next forward."""
+    """Rows `kv_len .. kv_len + num_rows - 1` of one request, to be run in the next forward.
+
+    Where the last of them is the root, the request samples and brings its drafts along.
+    """
 
     request: Request
-    num_rows: int
+    num_rows: int  # committed tokens without keys and values, the root included
 
     @property
     def samples(self) -> bool:
-        """Whether the last row is the root, so that its logits give the next token."""
+        """Whether the last row is the root."""
         return self.request.kv_len + self.num_rows == len(self.request.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Rows of a forward that became part of a request: those of `tokens[start:end]`.
+
+    Their keys and values are in the cache at their own positions; a drafter's may be put beside.
+    """
+
+    request: Request
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a round did, as a speculator sees it. Pages of requests that ended are still held."""
+
+    requests: list[Request]  # [R], those that sampled
+    drafts: list[Draft | None]  # [R], of which the plan verified a part
+    plan: VerifyPlan
+    emitted: list[list[int]]  # [R] tokens kept, none after a stop
+    path: list[list[int]]  # [R] rows of the accepted path, the root first, before stops
+    committed: list[CommittedRows]  # chunks first, then the requests' paths
+    features: list[Tensor]  # per tap [C, H], residual stream of the committed rows, in order
+    logits: Tensor  # [N, V] of the plan's packed rows
+    rows: PackedRows
+    num_tokens: int  # rows of the whole forward
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What the attention of one layer can verify, and why not more."""
+
+    kind: PlanKind
+    max_rows: int  # of one request, root included
+    takes_device_counts: bool  # whether counts may be known on the device only
+    reason: str = ""  # why not more; empty where nothing is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a speculator declares once, at start-up; no plan of it may exceed this."""
+
+    kind: PlanKind
+    max_rows: int  # of one request, root included
+    needs_device_counts: bool = False  # its counts are known on the device only
+    records_probs: bool = False  # its drafts may come with q, which takes memory
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much the next round may verify."""
+
+    total_drafts: int  # all requests together
+    max_rows_per_request: int  # root included; 1 verifies no drafts, and none are proposed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the scheduler knows when a speculator is asked for a budget or a limit."""
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    page_size: int  # tokens
+    num_draft_pages: int  # pages held for draft rows alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must precede the first import of triton
+
 from tests import helpers
 
+torch.set_num_threads(
+    1
+)  # tiny models: threads cost more than they bring, above all on a busy machine
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -18,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: a GPU, or else the CPU through Triton's interpreter."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @pytest.fixture(scope="session")

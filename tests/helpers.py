@@ -1,5 +1,6 @@
 """Builders of what many tests need: tiny checkpoints, engines, requests and scripted targets."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ from torch import Tensor
 from nanospec import LLM, SamplingParams
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.cudagraph.runner import TargetOutput
+from nanospec.attention.kv_ops import move_kv
+from nanospec.attention.mask import pack_words
+from nanospec.config import EngineConfig, ModelConfig
+from nanospec.cudagraph.runner import ModelRunner, TargetOutput
+from nanospec.engine.pages import PageAllocator
+from nanospec.engine.round import RoundContext, speculative_round
+from nanospec.engine.scheduler import Scheduler
+from nanospec.spec.speculator import NoSpeculator, Speculator, SpeculatorSetup
 from nanospec.text import TextStream
-from nanospec.types import Request
+from nanospec.types import Request, VerifyPlan
 
 TEXT = "the user is a friend of the owl and the owl said so: 12 + 34 = 46, isn't it? Ünïcödé 🦉!"
 VOCAB_SIZE = 320
@@ -163,6 +171,58 @@ def make_request(tokens: Sequence[int], params: SamplingParams | None = None, **
     )
 
 
+def model_config(vocab_size: int = VOCAB_SIZE) -> ModelConfig:
+    """Return the shape of a model of one tiny layer, for engines without one."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+    }
+    return ModelConfig.from_hf(shape)
+
+
+def make_context(
+    runner: ModelRunner,
+    kind: type[Speculator] = NoSpeculator,
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    vocab_size: int = VOCAB_SIZE,
+    prefix_caching: bool = True,
+    **options: Any,
+) -> RoundContext:
+    """Return what rounds need, with a runner in place of a model."""
+    config = EngineConfig(model="none", **({"max_num_seqs": 1024} | options))
+    setup = SpeculatorSetup(config, model_config(vocab_size), torch.float32, torch.device("cpu"))
+    speculator = kind(setup)
+    return RoundContext(
+        speculator=speculator,
+        runner=runner,
+        scheduler=Scheduler(
+            PageAllocator(num_pages, page_size, prefix_caching=prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            admit_limit=speculator.admit_limit,
+        ),
+        cache=new_cache(num_pages + 1, page_size),
+        move_kv=move_kv,
+        scratch_slot=num_pages * page_size,
+    )
+
+
+def run_to_end(ctx: RoundContext) -> None:
+    """Run rounds until nothing is left; then every page must be free."""
+    while ctx.scheduler.has_work:
+        speculative_round(ctx, ctx.scheduler.schedule())
+    assert ctx.scheduler.pages.num_free == ctx.scheduler.pages.num_pages
+
+
 class ScriptedRunner:
     """A target whose next token after position p is `script[p + 1]`, whatever it is given."""
 
@@ -189,6 +249,16 @@ def new_cache(num_pages: int = 64, page_size: int = 4, **options: Any) -> PagedK
     cache.k.normal_(generator=generator)
     cache.v.normal_(generator=generator)
     return cache
+
+
+def plan_to(plan: VerifyPlan, device: torch.device) -> VerifyPlan:
+    """Return a plan with its tensors on a device."""
+    tensors = {
+        each.name: getattr(plan, each.name).to(device)
+        for each in dataclasses.fields(plan)
+        if isinstance(getattr(plan, each.name), Tensor)
+    }
+    return dataclasses.replace(plan, **tensors)
 
 
 def random_batch(
@@ -218,8 +288,6 @@ def random_batch(
         if index >= num_plain:
             seen = torch.rand(qo_len, qo_len, generator=generator) < 0.5
             words.append(seen.tril())
-    from nanospec.attention.mask import pack_words
-
     num_tokens = sum(qo_lens)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     return ForwardBatch(

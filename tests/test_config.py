@@ -35,7 +35,13 @@ def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
         {"dtype": "int8"},
         {"device": "tpu"},
         {"attention": "flash"},
-        {"speculator": "oracle"},
+        {"acceptance": "always"},
+        {"max_draft_len": 64},
+        {"max_draft_len": 0},
+        {"adaptive": "maybe"},
+        {"adaptive": "schedule:[[1,16,8]]"},
+        {"adaptive": "schedule:[[5,2,1]]"},
+        {"adaptive": "schedule:nonsense"},
         {"load_format": "gguf"},
         {"page_size": 0},
         {"max_num_seqs": 0},
@@ -45,13 +51,18 @@ def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
         {"kv_cache_gib": float("nan")},
         {"gpu_memory_utilization": 0},
         {"gpu_memory_utilization": 1.5},
-        {"draft": "somewhere"},
     ],
 )
 def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineConfig(model="x", **options)
     assert next(iter(options)) in str(raised.value)
+
+
+def test_a_schedule_gives_draft_lengths_by_running_requests() -> None:
+    config = EngineConfig(model="x", adaptive="schedule:[[1,16,7],[17,128,5]]")
+    assert [config.draft_len(n) for n in (1, 16, 17, 128, 129)] == [7, 7, 5, 5, 0]
+    assert EngineConfig(model="x", max_draft_len=3).draft_len(500) == 3
 
 
 # Other engines: EAGLE 223 and 315 (head_dim derived from the hidden size).

@@ -12,6 +12,7 @@ import nanospec
 ROOT = Path(nanospec.__file__).parent
 LAYERS = [
     "errors",
+    "stats",
     "text",
     "types",
     "config",
@@ -21,6 +22,8 @@ LAYERS = [
     "spec",
     "engine",
     "llm",
+    "prompts",
+    "trace",
     "generate",
 ]
 SIBLINGS = {"models": "cudagraph", "cudagraph": "models"}

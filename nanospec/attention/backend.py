@@ -8,10 +8,15 @@ from torch import Tensor
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.errors import BackendUnavailableError
+from nanospec.types import Capability
 
 
 class AttentionBackend(Protocol):
     """Attention over a paged cache. `begin` once per forward, then `attend` once per layer."""
+
+    def capability(self, layer: int) -> Capability:
+        """Return which plans this layer's attention can verify."""
+        ...
 
     def begin(self, batch: ForwardBatch) -> None:
         """Plan for a batch: the host's work, done once for all layers."""

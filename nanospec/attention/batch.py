@@ -1,5 +1,6 @@
 """`ForwardBatch`: the packed rows of one forward, and where their keys and values live."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,6 +52,11 @@ class ForwardBatch:
     def num_unmasked(self) -> int:
         """How many leading segments have no visibility words."""
         return self.num_reqs - self.num_masked
+
+
+def slots_of(pages: Sequence[int], span: range, page_size: int) -> list[int]:
+    """Return the slots of a request's tokens, by its pages."""
+    return [pages[at // page_size] * page_size + at % page_size for at in span]
 
 
 def _expect(condition: bool, what: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanospec.attention import mask
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.types import Capability, PlanKind
 
 # Partial results of requests whose keys are split over several blocks go here. FlashInfer raises
 # where it does not suffice; 64 requests of 8 rows on 64 query heads need 383 MiB (formula of its
@@ -44,6 +45,16 @@ class FlashInferAttention:
         self._masked = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         self._batch: ForwardBatch | None = None
         self._plans: list[_Plan] = []
+
+    def capability(self, layer: int) -> Capability:
+        """See `AttentionBackend.capability`; all layers are alike."""
+        del layer
+        return Capability(
+            kind=PlanKind.MASK,
+            max_rows=mask.MAX_MASKED_ROWS,
+            takes_device_counts=False,
+            reason="it plans on the host, from row counts the host knows",
+        )
 
     def begin(self, batch: ForwardBatch) -> None:
         """Plan the kernels for this batch's lengths; see `AttentionBackend.begin`."""

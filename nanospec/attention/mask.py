@@ -11,19 +11,20 @@ MAX_MASKED_ROWS = 64  # rows of one segment that a word can speak of
 
 
 def pack_words(visible: Tensor) -> Tensor:
-    """Return the words of one segment.
+    """Return the words of one segment, or of many.
 
     Args:
-        visible: [n, n] bool with n <= 64; row i sees row j. The diagonal is set anyway.
+        visible: [.., n, n] bool with n <= 64; row i sees row j. The diagonal is set anyway.
 
     Returns:
-        [n] int64.
+        [.., n] int64.
     """
-    num_rows = len(visible)
+    num_rows = visible.shape[-1]
     assert num_rows <= MAX_MASKED_ROWS, f"{num_rows} rows do not fit a 64-bit word"
-    bits = torch.ones((), dtype=torch.int64) << torch.arange(num_rows)
-    seen = visible | torch.eye(num_rows, dtype=torch.bool)
-    return (seen * bits).sum(dim=1)
+    device = visible.device
+    bits = torch.ones((), dtype=torch.int64, device=device) << torch.arange(num_rows, device=device)
+    seen = visible | torch.eye(num_rows, dtype=torch.bool, device=device)
+    return (seen * bits).sum(dim=-1)
 
 
 def unpack_words(words: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from nanospec.attention import mask
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.types import Capability, PlanKind
 
 
 class TorchAttention:
@@ -16,6 +17,16 @@ class TorchAttention:
         self._batch: ForwardBatch | None = None
         self._pages: list[Tensor] = []
         self._masks: list[Tensor | None] = []
+
+    def capability(self, layer: int) -> Capability:
+        """See `AttentionBackend.capability`; all layers are alike."""
+        del layer
+        return Capability(
+            kind=PlanKind.MASK,
+            max_rows=mask.MAX_MASKED_ROWS,
+            takes_device_counts=False,
+            reason="it plans on the host, from row counts the host knows",
+        )
 
     def begin(self, batch: ForwardBatch) -> None:
         """Build each segment's page list and mask, once for all layers."""

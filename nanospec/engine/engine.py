@@ -3,23 +3,34 @@
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from nanospec.attention.backend import create_attention
+from nanospec.attention.kv_ops import move_kv
 from nanospec.config import EngineConfig, ModelConfig
 from nanospec.cudagraph.runner import EagerRunner
 from nanospec.engine.pages import PageAllocator
-from nanospec.engine.round import run_round
+from nanospec.engine.round import RoundContext, speculative_round
 from nanospec.engine.scheduler import Scheduler
 from nanospec.engine.sizing import count_pages, new_cache
 from nanospec.errors import BackendUnavailableError, ConfigError, OutOfPagesError
 from nanospec.models.decoder import Decoder
 from nanospec.models.loader import load_decoder
+from nanospec.spec.registry import create_speculator
+from nanospec.spec.speculator import (
+    COMMIT,
+    VERIFY,
+    SpeculatorSetup,
+    adapted,
+    layer_capabilities,
+    resolve_kernels,
+)
 from nanospec.text import TextStream, Tokenizer
-from nanospec.types import FinishReason, Request, SamplingParams
+from nanospec.types import Request, SamplingParams, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +42,18 @@ class Engine:
     """
 
     @torch.inference_mode()
-    def __init__(self, config: EngineConfig, folder: Path, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+    ):
         """Load the model of a folder and allocate the KV cache.
+
+        Args:
+            config: all options.
+            folder: of the target.
+            tokenizer: of the target, for text and stop strings.
 
         Raises:
             CheckpointError: the model cannot be loaded.
@@ -43,17 +64,14 @@ class Engine:
         self.max_model_len = _max_model_len(config, self.model_config)
         self.device = _device(config.device)
         decoder = _load(config, folder, self.model_config, self.device)
-        cache = new_cache(config, decoder, count_pages(config, decoder, self.max_model_len))
-        attention = create_attention(config.attention, cache, self.model_config.num_heads)
-        self._runner = EagerRunner(decoder, attention)
-        self.pages = PageAllocator(
-            cache.num_pages, config.page_size, prefix_caching=config.prefix_caching
+        self.speculator = create_speculator(
+            SpeculatorSetup(config, self.model_config, decoder.dtype, self.device)
         )
-        self.scheduler = Scheduler(
-            self.pages,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        self.observers: list[Callable[[StepOutput], None]] = []  # see what each round did
+        self._ctx = self._round_context(config, decoder)
+        self.scheduler = self._ctx.scheduler
+        self.pages = self.scheduler.pages
+        self._acceptance = config.acceptance
         self._tokenizer = tokenizer
         self._eos = _eos_token_ids(self.model_config, tokenizer)
         self._seeds = random.Random(config.seed)
@@ -100,6 +118,7 @@ class Engine:
         """
         self.check(prompt, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        by_seed = self._acceptance == "auto" and params.seed is not None
         own_stops = () if params.ignore_eos else self._eos
         request = Request(
             request_id=self._next_id,
@@ -109,6 +128,7 @@ class Engine:
             stop_token_ids=frozenset((*own_stops, *params.stop_token_ids)),
             max_len=self._max_len(prompt, params),
             text=TextStream(self._tokenizer, prompt, params.stop_strings),
+            shares_noise=by_seed or self._acceptance == "shared-noise" or params.is_greedy,
         )
         self._next_id += 1
         self.scheduler.add(request)
@@ -117,23 +137,57 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request at once, keeping what it has; a finished one stays as it is."""
         if not request.is_finished:
-            self._finish(request, "abort")
+            self.scheduler.finish(request, "abort")
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one forward and return the requests that got a token; finished ones are marked."""
+        """Run one round and return the requests that got tokens; finished ones are marked."""
         segments = self.scheduler.schedule()
-        advanced = []
-        for request, reason in run_round(segments, self._runner, self.pages, self.device):
-            advanced.append(request)
-            if reason is not None:
-                self._finish(request, reason)
-        return advanced
+        return speculative_round(self._ctx, segments) if segments else []
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        self.scheduler.finish(request, reason)
-        request.text.finish()
-        request.stats.seconds = time.perf_counter() - request.arrival
+    def _round_context(self, config: EngineConfig, decoder: Decoder) -> RoundContext:
+        """Allocate caches, pick kernels, and let the speculator adapt to them."""
+        speculator, drafter = self.speculator, self.speculator.cache_layers()
+        models = [self.model_config] if drafter is None else [self.model_config, drafter]
+        num_pages = count_pages(config, decoder, models, speculator.resources(), self.max_model_len)
+        # One page more than is handed out: rows that only fill up a batch are stored there.
+        caches = [
+            new_cache(config, model, num_pages + 1, decoder.embed_tokens.weight) for model in models
+        ]
+        kernels = resolve_kernels(
+            [
+                (
+                    "nanospec",
+                    {VERIFY: partial(create_attention, config.attention), COMMIT: move_kv},
+                ),
+                (type(speculator).__name__, speculator.kernels()),
+            ]
+        )
+        attention = kernels[VERIFY](caches[0], self.model_config.num_heads)
+        num_layers = self.model_config.num_layers
+        speculator.effective = adapted(
+            speculator, layer_capabilities(attention, kernels[COMMIT], num_layers)
+        )
+        if drafter is not None:
+            own = create_attention(config.attention, caches[1], drafter.num_heads)
+            speculator.start(caches[1], own)
+        else:
+            speculator.start(None, None)
+        scheduler = Scheduler(
+            PageAllocator(num_pages, config.page_size, prefix_caching=config.prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            admit_limit=speculator.admit_limit,
+        )
+        return RoundContext(
+            speculator=speculator,
+            runner=EagerRunner(decoder, attention),
+            scheduler=scheduler,
+            cache=caches[0],
+            move_kv=kernels[COMMIT],
+            scratch_slot=num_pages * config.page_size,
+            observers=self.observers,
+        )
 
     def _max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
         if params.max_tokens is None:

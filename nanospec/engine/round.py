@@ -1,69 +1,253 @@
-"""One round: pack, run, sample, commit. Start reading here.
+"""The speculative round. Start reading here.
 
-Host synchronisations per round: one, where the sampled tokens are read.
+Seven steps, each a call into one file: plan what to verify, pack it, run the target, accept,
+commit, observe, propose. Ordinary decoding is the speculator that proposes nothing; a chunk of a
+prompt is a run of rows that are all accepted.
+
+Host synchronisations per round: one, `_read`, where accepted paths and tokens are read. `pack` adds
+one where row counts live on the device alone, `plan` one per draft whose tokens live there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from nanospec.cudagraph.runner import ModelRunner
-from nanospec.engine.packing import pack
-from nanospec.engine.pages import PageAllocator
-from nanospec.spec.sampler import sample, sampling_rows
-from nanospec.types import FinishReason, Request, Segment
+from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.cudagraph.runner import ModelRunner, TargetOutput
+from nanospec.engine.packing import PackedStep, pack
+from nanospec.engine.scheduler import Scheduler
+from nanospec.errors import PlanError
+from nanospec.spec.speculator import Speculator
+from nanospec.types import (
+    AcceptResult,
+    CommittedRows,
+    FinishReason,
+    PlanKind,
+    Request,
+    Segment,
+    StepOutput,
+    VerifyPlan,
+)
 
 
-def run_round(
-    segments: Sequence[Segment], runner: ModelRunner, pages: PageAllocator, device: torch.device
-) -> list[tuple[Request, FinishReason | None]]:
-    """Advance every segment's request; synchronises once.
+@dataclass(frozen=True, slots=True)
+class RoundContext:
+    """What stays the same from round to round."""
+
+    speculator: Speculator
+    runner: ModelRunner
+    scheduler: Scheduler
+    cache: PagedKVCache  # of the target
+    move_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    scratch_slot: int
+    observers: Sequence[Callable[[StepOutput], None]] = ()  # see every round, change nothing
+
+
+def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Request]:
+    """Advance every request by its chunk, or by 1 to 1 + `max_draft_len` tokens.
 
     Returns:
-        The requests that got a token, in the order of the segments, and why they end, if they do.
+        The requests that got tokens; those that ended are marked and hold no pages.
+
+    Raises:
+        PlanError: the speculator's plan is malformed; nothing was changed.
     """
-    batch = pack(segments, pages.page_size, device)
-    output = runner.run(batch)
-    sampled = [segment.request for segment in segments if segment.samples]
-    if sampled:
-        rows = sampling_rows([(r, r.num_output) for r in sampled], output.logits.shape[1], device)
-        tokens = sample(output.logits, rows).tolist()
-    else:
-        tokens = []
-    # A request's first token ends its prompt's last chunk; the rounds that follow are counted.
-    is_round = [request.num_output > 0 for request in sampled]
+    requests = [segment.request for segment in segments if segment.samples]
+    chunks = _chunks(segments)
+    device = ctx.cache.k.device
+    plan = ctx.speculator.plan(requests)  # what to verify
+    _check(plan, requests, ctx.speculator)
+    step = pack(  # where it goes
+        plan,
+        requests,
+        chunks,
+        page_size=ctx.cache.page_size,
+        scratch_slot=ctx.scratch_slot,
+        device=device,
+    )
+    output = ctx.runner.run(step.batch)  # target forward
+    result = ctx.speculator.accept(plan, output.logits, requests, step.rows)  # what survives
+    done = _commit(ctx, requests, chunks, step, result, plan, output)  # make it last
+    ctx.speculator.observe_step(done)  # learn
+    for observe in ctx.observers:
+        observe(done)
+    _propose(ctx, requests)  # guess again
+    return requests
+
+
+def _chunks(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the rows before the roots: prompts, and what a preemption made a prompt again."""
+    chunks = []
     for segment in segments:
-        _commit_rows(segment, pages)
-    return [
-        (request, _commit_token(request, token, is_round=counts))
-        for request, token, counts in zip(sampled, tokens, is_round, strict=True)
-    ]
+        num_rows = segment.num_rows - segment.samples
+        if num_rows > 0:
+            chunks.append(Segment(segment.request, num_rows))
+    return chunks
 
 
-def _commit_rows(segment: Segment, pages: PageAllocator) -> None:
-    """Count the rows' keys and values as present, and publish the pages they fill."""
-    request = segment.request
-    request.kv_len += segment.num_rows
-    size = pages.page_size
-    while (request.num_published + 1) * size <= request.kv_len:
-        index = request.num_published
-        tokens = request.tokens[index * size : (index + 1) * size]
-        request.prefix_node = pages.publish(request.pages[index], request.prefix_node, tokens)
-        request.num_published += 1
+def _check(plan: VerifyPlan, requests: Sequence[Request], speculator: Speculator) -> None:
+    """Refuse a plan that goes beyond what was declared, or beyond the pages a request holds."""
+    effective = speculator.effective
+    if plan.num_reqs != len(requests):
+        raise PlanError(f"the plan has {plan.num_reqs} requests, the round {len(requests)}")
+    if plan.kind > effective.kind or plan.max_rows > max(effective.max_rows, 1):
+        raise PlanError(
+            f"the plan is a {plan.kind.name.lower()} of up to {plan.max_rows} rows, and "
+            f"{effective.kind.name.lower()}s of {effective.max_rows} rows were agreed on"
+        )
+    for request, count in zip(requests, plan.row_counts or [], strict=False):
+        if count > 1 + request.max_drafts:
+            raise PlanError(
+                f"the plan has {count} rows for request {request.request_id}, which has room for "
+                f"{1 + request.max_drafts}"
+            )
 
 
-def _commit_token(request: Request, token: int, *, is_round: bool) -> FinishReason | None:
-    """Append a token: ids, text and counters end at the same one. Return why it is the last.
+def _commit(
+    ctx: RoundContext,
+    requests: list[Request],
+    chunks: Sequence[Segment],
+    step: PackedStep,
+    result: AcceptResult,
+    plan: VerifyPlan,
+    output: TargetOutput,
+) -> StepOutput:
+    """Make the accepted paths part of their requests: cache, tokens, text, counters, pages."""
+    if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
+        _move_accepted(ctx, step, result)
+    tokens, path = _read(result)
+    committed = []
+    for chunk in chunks:
+        start = chunk.request.kv_len
+        ctx.scheduler.commit(chunk.request, chunk.num_rows)
+        committed.append(CommittedRows(chunk.request, start, chunk.request.kv_len))
+    emitted = []
+    reasons: list[FinishReason | None] = []
+    for request, own, rows in zip(requests, tokens, path, strict=True):
+        start = request.kv_len
+        kept, reason = _append(request, own, len(rows) - 1)
+        ctx.scheduler.commit(request, len(kept))
+        committed.append(CommittedRows(request, start, request.kv_len))
+        emitted.append(kept)
+        reasons.append(reason)
+    done = StepOutput(
+        requests=requests,
+        drafts=[request.draft for request in requests],
+        plan=plan,
+        emitted=emitted,
+        path=path,
+        committed=committed,
+        features=_committed_features(output.features, step, path, emitted),
+        logits=output.logits,
+        rows=step.rows,
+        num_tokens=step.batch.num_tokens,
+    )
+    for request, reason in zip(requests, reasons, strict=True):
+        request.draft = None
+        request.max_drafts = 0
+        if reason is not None:
+            request.finish_reason = reason
+    return done
 
-    A stop is looked for before the length, so that a stop at the last possible place is a stop.
+
+def _move_accepted(ctx: RoundContext, step: PackedStep, result: AcceptResult) -> None:
+    """Move the keys and values of accepted rows to where a chain would have put them."""
+    starts = step.rows.offsets[:-1, None]
+    last = len(step.rows.slots) - 1
+    row = torch.arange(result.path.shape[1], device=result.path.device)
+    src = step.rows.slots[(starts + result.path).clamp(max=last)]
+    dst = step.rows.slots[(starts + row).clamp(max=last)]
+    for cache in (ctx.cache.k, ctx.cache.v):
+        ctx.move_kv(cache, src, dst, result.num_emitted)
+
+
+def _read(result: AcceptResult) -> tuple[list[list[int]], list[list[int]]]:
+    """Read emitted tokens and path of each request; the one synchronisation of the round."""
+    width = result.tokens.shape[1]
+    read = torch.cat((result.tokens, result.path, result.num_emitted[:, None]), dim=1).tolist()
+    tokens = [row[: row[-1]] for row in read]
+    path = [row[width : width + row[-1]] for row in read]
+    return tokens, path
+
+
+def _append(
+    request: Request, tokens: Sequence[int], accepted: int
+) -> tuple[list[int], FinishReason | None]:
+    """Append tokens up to the one that ends the request; ids, text and counters end there.
+
+    Returns:
+        The tokens kept, and why the last one is the last, if it is.
     """
-    request.tokens.append(token)
-    request.stats.tokens += 1
+    is_round = request.num_output > 0  # the end of a prompt is no round
+    kept: list[int] = []
+    reason: FinishReason | None = None
+    for token in tokens:
+        request.tokens.append(token)
+        kept.append(token)
+        reason = _reason_to_end(request, token)
+        if reason is not None:
+            break
+    request.stats.tokens += len(kept)
     if is_round:
-        request.stats.rounds += 1
-        request.stats.emitted += 1
+        request.stats.count_round(
+            drafted=0 if request.draft is None else len(request.draft),
+            verified=request.num_planned,
+            depth=_depth(request),
+            accepted=accepted,
+            emitted=len(kept),
+        )
+    return kept, reason
+
+
+def _reason_to_end(request: Request, token: int) -> FinishReason | None:
+    """Say why a token just appended is the last one; a stop at the very end is still a stop."""
+    may_stop = request.num_output > request.params.min_tokens
     if token in request.stop_token_ids:
         return "stop"
-    if request.text.push(token, may_stop=request.num_output > request.params.min_tokens):
+    if request.text.push(token, may_stop=may_stop):
         return "stop"
     return "length" if len(request.tokens) >= request.max_len else None
+
+
+def _depth(request: Request) -> int:
+    """Return the depth of the deepest draft that was verified."""
+    count = request.num_planned
+    if request.draft is None or request.draft.parents is None:
+        return count
+    depths = [0]
+    for parent in request.draft.parents[:count]:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return max(depths)
+
+
+def _committed_features(
+    features: Sequence[Tensor],
+    step: PackedStep,
+    path: Sequence[Sequence[int]],
+    emitted: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """Pick the committed rows out of each tap's rows: the chunks', then each accepted path's."""
+    if not features:
+        return []
+    rows = list(range(step.first_row))
+    start = step.first_row
+    counts = step.batch.qo_lens[len(step.batch.qo_lens) - len(path) :]
+    for own, kept, count in zip(path, emitted, counts, strict=True):
+        rows += [start + row for row in own[: len(kept)]]
+        start += count
+    index = torch.tensor(rows).to(features[0].device)
+    return [feature[index] for feature in features]
+
+
+def _propose(ctx: RoundContext, requests: Sequence[Request]) -> None:
+    """Release requests that ended, reserve pages for the next drafts, and have them guessed."""
+    for request in requests:
+        if request.finish_reason is not None:
+            ctx.scheduler.finish(request, request.finish_reason)
+    budget = ctx.speculator.candidate_budget(ctx.scheduler.view())
+    going = ctx.scheduler.reserve_drafts(requests, budget)
+    if going:
+        for request, draft in zip(going, ctx.speculator.propose(going), strict=True):
+            request.draft = draft

@@ -1,27 +1,42 @@
-"""Which requests run in the next forward, and with how many rows each."""
+"""Which requests run in the next forward, with how many rows each, and who holds which pages."""
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from nanospec.engine.pages import PageAllocator
-from nanospec.types import FinishReason, Request, Segment
+from nanospec.errors import ConfigError
+from nanospec.types import Budget, EngineView, FinishReason, Request, Segment
+
+
+def _no_limit(view: EngineView) -> int | None:
+    del view
+    return None
 
 
 class Scheduler:
     """First come, first served, within free pages and a budget of rows per forward.
 
     A request is admitted when pages for all its known tokens are free, so only growth by new tokens
-    can run out of pages; then the request admitted last is preempted: its pages go back, and it
-    starts over (its prompt and output recomputed, as far as the prefix cache has lost them) at the
-    head of the queue.
+    can run out of pages. Then drafts give theirs up first; if that does not suffice, the request
+    admitted last is preempted: its pages go back, and it starts over (its prompt and output
+    recomputed, as far as the prefix cache has lost them) at the head of the queue.
 
     Invariant: waiting requests hold no pages; `running` is in the order of admission.
     """
 
-    def __init__(self, pages: PageAllocator, *, max_num_seqs: int, max_num_batched_tokens: int):
-        self._pages = pages
+    def __init__(
+        self,
+        pages: PageAllocator,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        admit_limit: Callable[[EngineView], int | None] = _no_limit,
+    ):
+        self.pages = pages
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._admit_limit = admit_limit
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -35,6 +50,16 @@ class Scheduler:
         """Queue a request."""
         self.waiting.append(request)
 
+    def view(self) -> EngineView:
+        """Return what a speculator may know."""
+        return EngineView(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_pages=self.pages.num_free,
+            page_size=self.pages.page_size,
+            num_draft_pages=sum(self._num_draft_pages(request) for request in self.running),
+        )
+
     def schedule(self) -> list[Segment]:
         """Choose the segments of the next forward; their pages are held when this returns.
 
@@ -43,23 +68,70 @@ class Scheduler:
         preemptions = self.num_preemptions
         segments = [Segment(request, 1) for request in self._grow()]
         budget = self._max_num_batched_tokens - len(segments)
+        for segment in segments:
+            segment.request.max_drafts = min(segment.request.num_planned, budget)
+            budget -= segment.request.num_planned
         for request in self.running:
             if _num_pending(request) > 1 and budget > 0:
                 segments.append(Segment(request, min(_num_pending(request), budget)))
                 budget -= segments[-1].num_rows
         if self.num_preemptions > preemptions:
             return segments  # admitting now would only take pages that are short
-        while budget > 0 and self._can_admit():
+        max_running = self._max_running()
+        while budget > 0 and len(self.running) < max_running and self._can_admit():
             request = self._admit()
             segments.append(Segment(request, min(_num_pending(request), budget)))
             budget -= segments[-1].num_rows
         return segments
 
+    def commit(self, request: Request, num_rows: int) -> None:
+        """Count rows as part of a request's cache, and publish the pages they fill."""
+        request.kv_len += num_rows
+        size = self.pages.page_size
+        while (request.num_published + 1) * size <= request.kv_len:
+            index = request.num_published
+            tokens = request.tokens[index * size : (index + 1) * size]
+            page = request.pages[index]
+            request.prefix_node = self.pages.publish(page, request.prefix_node, tokens)
+            request.num_published += 1
+
+    def reserve_drafts(self, requests: Sequence[Request], budget: Budget) -> list[Request]:
+        """Fit each request's pages to its tokens and the drafts it may make next.
+
+        Drafts take free pages only; pages beyond go back.
+
+        Returns:
+            The requests that may make drafts; `max_drafts` says how many.
+        """
+        left, drafting = budget.total_drafts, []
+        for request in requests:
+            if request.is_finished:
+                continue
+            request.max_drafts = self._room(request, min(budget.max_rows_per_request - 1, left))
+            needed = self.pages.pages_for(len(request.tokens) + request.max_drafts)
+            if request.max_drafts > 0:
+                missing = max(needed - len(request.pages), 0)
+                request.pages += self.pages.allocate(missing)
+                left -= request.max_drafts
+                drafting.append(request)
+            self._cut_pages(request, needed)
+        return drafting
+
+    def _room(self, request: Request, wanted: int) -> int:
+        """Return how many drafts, at most as many as wanted, have pages and can still be used."""
+        if not request.params.speculate:
+            return 0
+        slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
+        useful = request.max_len - len(request.tokens) - 1
+        return max(min(wanted, useful, slots - len(request.tokens)), 0)
+
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a running or waiting request and give its pages back."""
+        """End a running or waiting request: its pages go back, its text is complete."""
         request.finish_reason = reason
         (self.running if request in self.running else self.waiting).remove(request)
         self._release(request)
+        request.text.finish()
+        request.stats.seconds = time.perf_counter() - request.arrival
 
     def _grow(self) -> Iterator[Request]:
         """Yield the requests with one pending token, once a slot for it is held.
@@ -69,29 +141,42 @@ class Scheduler:
         for request in list(self.running):
             if request not in self.running or _num_pending(request) > 1:
                 continue
-            needed = self._pages.pages_for(len(request.tokens)) - len(request.pages)
-            while needed > self._pages.num_free and request in self.running:
+            needed = self.pages.pages_for(len(request.tokens)) - len(request.pages)
+            if needed > self.pages.num_free:
+                self._reclaim_draft_pages()
+            while needed > self.pages.num_free and request in self.running:
                 self._preempt(self.running[-1])
             if request in self.running:
-                request.pages += self._pages.allocate(needed)
+                request.pages += self.pages.allocate(max(needed, 0))
                 yield request
 
+    def _max_running(self) -> int:
+        limit = self._admit_limit(self.view())
+        if limit is None:
+            return self._max_num_seqs
+        if limit < 1:
+            raise ConfigError(f"the speculator's admit_limit is {limit}; at least 1 must run")
+        return min(limit, self._max_num_seqs)
+
     def _can_admit(self) -> bool:
-        if not self.waiting or len(self.running) >= self._max_num_seqs:
+        if not self.waiting:
             return False
         tokens = self.waiting[0].tokens
-        hit, _ = self._pages.match(tokens)
-        needed = self._pages.pages_for(len(tokens)) - len(hit)
-        return needed <= self._pages.num_free_without(hit)
+        hit, _ = self.pages.match(tokens)
+        missing = self.pages.pages_for(len(tokens)) - len(hit) - self.pages.num_free_without(hit)
+        if 0 < missing <= sum(self._num_draft_pages(request) for request in self.running):
+            self._reclaim_draft_pages()
+            return True
+        return missing <= 0
 
     def _admit(self) -> Request:
         """Start the first waiting request, after its longest cached prefix."""
         request = self.waiting.popleft()
-        hit, node = self._pages.match(request.tokens)
-        self._pages.hold(hit)
-        needed = self._pages.pages_for(len(request.tokens)) - len(hit)
-        request.pages = hit + self._pages.allocate(needed)
-        request.kv_len = len(hit) * self._pages.page_size
+        hit, node = self.pages.match(request.tokens)
+        self.pages.hold(hit)
+        needed = self.pages.pages_for(len(request.tokens)) - len(hit)
+        request.pages = hit + self.pages.allocate(needed)
+        request.kv_len = len(hit) * self.pages.page_size
         request.num_published = len(hit)
         request.prefix_node = node
         self.running.append(request)
@@ -104,11 +189,29 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
-        self._pages.release(request.pages)
+        self.pages.release(request.pages)
         request.pages = []
         request.kv_len = 0
         request.num_published = 0
         request.prefix_node = 0
+        request.draft = None
+        request.max_drafts = 0
+
+    def _num_draft_pages(self, request: Request) -> int:
+        """Return how many pages a request holds for draft rows alone."""
+        return max(len(request.pages) - self.pages.pages_for(len(request.tokens)), 0)
+
+    def _reclaim_draft_pages(self) -> None:
+        """Take back the pages that are held for drafts; which tokens these are plays no part."""
+        for request in self.running:
+            if self._num_draft_pages(request) > 0:
+                self._cut_pages(request, self.pages.pages_for(len(request.tokens)))
+                room = len(request.pages) * self.pages.page_size - len(request.tokens)
+                request.max_drafts = min(request.max_drafts, room)
+
+    def _cut_pages(self, request: Request, count: int) -> None:
+        self.pages.release(request.pages[count:])
+        del request.pages[count:]
 
 
 def _num_pending(request: Request) -> int:

@@ -1,18 +1,22 @@
 """How many KV pages fit beside everything else that is live during the largest step."""
 
+import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from nanospec.attention.backend import create_attention
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.config import EngineConfig
+from nanospec.config import EngineConfig, ModelConfig
 from nanospec.cudagraph.runner import EagerRunner
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.spec.sampler import SamplingRows, sample
+from nanospec.types import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -20,33 +24,46 @@ _GIB = 2**30
 _MAX_CPU_CACHE_BYTES = 4 * _GIB  # a default, not a limit: --kv-cache-gib takes more
 
 
-def new_cache(config: EngineConfig, decoder: Decoder, num_pages: int) -> PagedKVCache:
-    """Allocate a cache of so many pages for a decoder's layers."""
-    model = decoder.config
+def new_cache(
+    config: EngineConfig, model: ModelConfig, num_pages: int, like: Tensor
+) -> PagedKVCache:
+    """Allocate a cache of so many pages for a model's layers, of the dtype and device of `like`."""
     return PagedKVCache(
         num_layers=model.num_layers,
         num_pages=num_pages,
         page_size=config.page_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=decoder.dtype,
-        device=decoder.device,
+        dtype=like.dtype,
+        device=like.device,
     )
 
 
-def count_pages(config: EngineConfig, decoder: Decoder, max_model_len: int) -> int:
+def count_pages(
+    config: EngineConfig,
+    decoder: Decoder,
+    models: Sequence[ModelConfig],
+    resources: Resources,
+    max_model_len: int,
+) -> int:
     """Return how many KV pages to allocate.
 
-    On a GPU a dummy step at the largest batch is run first, so that weights, activations, logits
-    and what the sampler holds are all counted.
+    On a GPU a dummy step at the largest batch is run first, so that weights, activations, logits,
+    draft probabilities and what the sampler holds are all counted.
+
+    Args:
+        config: page size, limits and memory to use.
+        decoder: the target.
+        models: whose layers share the pages: the target, and a drafter if there is one.
+        resources: what a plan may ask for.
+        max_model_len: tokens of the longest request.
 
     Raises:
         ConfigError: fewer pages fit than one request of `max_model_len` tokens needs.
     """
-    model = decoder.config
-    page_bytes = 2 * model.num_layers * config.page_size * model.num_kv_heads * model.head_dim
-    page_bytes *= decoder.dtype.itemsize
-    budget = _cache_bytes(config, decoder)
+    numbers = sum(2 * each.num_layers * each.num_kv_heads * each.head_dim for each in models)
+    page_bytes = numbers * config.page_size * decoder.dtype.itemsize
+    budget = _cache_bytes(config, decoder, resources)
     num_fitting = max(int(budget // page_bytes), 0)
     num_needed = -(-max_model_len // config.page_size)
     if num_fitting < num_needed:
@@ -70,13 +87,13 @@ def count_pages(config: EngineConfig, decoder: Decoder, max_model_len: int) -> i
     return num_pages
 
 
-def _cache_bytes(config: EngineConfig, decoder: Decoder) -> float:
+def _cache_bytes(config: EngineConfig, decoder: Decoder, resources: Resources) -> float:
     """Return the bytes the cache may take."""
     wanted = None if config.kv_cache_gib is None else config.kv_cache_gib * _GIB
     if decoder.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(_MAX_CPU_CACHE_BYTES, memory / 4) if wanted is None else wanted
-    free_for_cache = _free_after_largest_step(config, decoder)
+    free_for_cache = _free_after_largest_step(config, decoder, resources)
     if wanted is not None and wanted > free_for_cache:
         raise ConfigError(
             f"kv_cache_gib={config.kv_cache_gib} does not fit: {free_for_cache / _GIB:.3g} GiB are "
@@ -86,27 +103,37 @@ def _cache_bytes(config: EngineConfig, decoder: Decoder) -> float:
     return free_for_cache if wanted is None else wanted
 
 
-def _free_after_largest_step(config: EngineConfig, decoder: Decoder) -> float:
+def _free_after_largest_step(config: EngineConfig, decoder: Decoder, resources: Resources) -> float:
     """Return the GPU bytes that nothing needs even during the largest step."""
     device = decoder.device
     torch.cuda.reset_peak_memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
     by_others = total - free - torch.cuda.memory_reserved(device)
-    cache_bytes = run_largest_step(config, decoder)
+    cache_bytes = run_largest_step(config, decoder, resources)
     peak = torch.cuda.max_memory_reserved(device) - cache_bytes
     torch.cuda.empty_cache()
     return config.gpu_memory_utilization * total - by_others - peak
 
 
-def run_largest_step(config: EngineConfig, decoder: Decoder) -> int:
+def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resources) -> int:
     """Run `max_num_batched_tokens` rows of `max_num_seqs` requests, and sample with every filter.
+
+    Every row that a plan may hold is sampled, with the draft probabilities alive beside.
 
     Returns:
         The bytes of the temporary cache this took.
     """
     batch = _largest_batch(config, decoder.device)
-    cache = new_cache(config, decoder, sum(len(table) for table in batch.page_tables))
+    num_pages = sum(len(table) for table in batch.page_tables)
+    weight = decoder.embed_tokens.weight
+    cache = new_cache(config, decoder.config, num_pages, weight)
+    # Draft probabilities are there twice: as the drafter leaves them, and padded in the plan.
+    num_drafts = resources.max_rows - 1 if resources.records_probs else 0
+    shape = (2, config.max_num_seqs, num_drafts, decoder.config.vocab_size)
+    draft_probs = torch.empty(shape, device=weight.device)
     attention = create_attention(config.attention, cache, decoder.config.num_heads)
+    num_rows = min(config.max_num_seqs * resources.max_rows, config.max_num_batched_tokens)
+    batch = dataclasses.replace(batch, logit_rows=torch.arange(num_rows, device=weight.device))
     logits = EagerRunner(decoder, attention).run(batch).logits
     ones = torch.ones(len(logits), device=decoder.device)
     rows = SamplingRows(
@@ -116,11 +143,14 @@ def run_largest_step(config: EngineConfig, decoder: Decoder) -> int:
         min_p=ones * 0.01,
         seed=ones.long(),
         position=ones.long(),
-        forbidden=ones.new_zeros((0, 2), dtype=torch.int64),
+        min_position=ones.long(),
+        stops=ones[:0].long(),
+        is_stop=ones[:, None][:, :0].bool(),
         is_greedy=False,
         has_filters=True,
     )
     sample(logits, rows)
+    del draft_probs
     return cache.k.nbytes + cache.v.nbytes
 
 
@@ -142,5 +172,5 @@ def _largest_batch(config: EngineConfig, device: torch.device) -> ForwardBatch:
         qo_lens=qo_lens,
         kv_lens=qo_lens,
         page_tables=tables,
-        logit_rows=torch.tensor(ends, device=device) - 1,
+        logit_rows=zeros[:0],
     )

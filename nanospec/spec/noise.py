@@ -12,28 +12,47 @@ from torch import Tensor
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_STREAM = 0xD1342543DE82EF95  # odd, so that streams have different keys
 _LARGEST = 1 - 2**-24  # the largest fp32 below 1
 
 
-def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+# Streams: draws that must not know of each other take different ones.
+TARGET = 0  # the target's own draw at an output position, with or without drafts
+COIN = 1  # whether drafts are accepted; by the output position after the root
+DRAFT = 2  # and up: a drafter's independent draws. DRAFT + d at the output position after the root
+# serves depth d, so that a draft drawn again for the same place in a later round is a new draw:
+# what was verified until then may depend on the old one.
+
+
+def gumbel(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise [N, V] fp32 for seeds [N] and output positions [N], int64.
 
     The token with the largest `log p + noise` is a draw from p.
     """
-    return -exponential(seed, position, vocab_size).log()
+    return -exponential(seed, position, stream, vocab_size).log()
 
 
-def exponential(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+def exponential(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
     """Return unit exponential noise [N, V] fp32; the smallest `noise / p` is a draw from p.
 
     The winner's noise is tiny where V is large, so precision is kept there: 63 random bits make a
     uniform number, whose relative error near 0 is that of fp32.
     """
-    key = _mix(_mix(seed) + position * _signed(_GAMMA))
-    steps = torch.arange(1, vocab_size + 1, device=seed.device) * _signed(_GAMMA)
+    return -torch.log1p(-uniform(seed, position, stream, vocab_size).clamp(max=_LARGEST))
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int, count: int) -> Tensor:
+    """Return uniform numbers [N, count] fp32 in (0, 1] for seeds [N] and positions [N]."""
+    key = keys(seed, position, stream)
+    steps = torch.arange(1, count + 1, device=seed.device) * _signed(_GAMMA)
     bits = _shift_right(_mix(key[:, None] + steps), 1)
-    uniform = (bits.float() + 0.5) * 2.0**-63
-    return -torch.log1p(-uniform.clamp(max=_LARGEST))
+    return (bits.float() + 0.5) * 2.0**-63
+
+
+def keys(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """Return the generator's state [N] int64 for seeds [N], output positions [N] and a stream."""
+    key = _mix(seed + _signed(stream * _STREAM % 2**64))
+    return _mix(key + position * _signed(_GAMMA))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -20,36 +20,55 @@ class SamplingRows:
     min_p: Tensor  # [N] fp32, 0 where off
     seed: Tensor  # [N] int64
     position: Tensor  # [N] int64, output position of the token drawn
-    forbidden: Tensor  # [F, 2] int64, (row, token) pairs that cannot be drawn
+    min_position: Tensor  # [N] int64, first output position that may be a stop token
+    stops: Tensor  # [U] int64, stop tokens of rows that may not stop yet
+    is_stop: Tensor  # [N, U] bool, which of them are the row's own
     is_greedy: bool  # host: all rows are
     has_filters: bool  # host: some row has top-k or top-p
 
+    def at(self, index: Tensor, ahead: Tensor) -> "SamplingRows":
+        """Return rows like those of `index` [N'], each `ahead` [N'] output positions later."""
+        position = self.position[index] + ahead
+        return SamplingRows(
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            seed=self.seed[index],
+            position=position,
+            min_position=self.min_position[index],
+            stops=self.stops,
+            is_stop=self.is_stop[index],
+            is_greedy=self.is_greedy,
+            has_filters=self.has_filters,
+        )
+
 
 def sampling_rows(
-    rows: Sequence[tuple[Request, int]], vocab_size: int, device: torch.device
+    requests: Sequence[Request], vocab_size: int, device: torch.device
 ) -> SamplingRows:
-    """Collect the sampling parameters of rows.
+    """Return how the next token of each request is sampled.
 
     Args:
-        rows: N pairs of a request and the output position, from 0, of the row's token.
+        requests: N.
         vocab_size: V.
         device: where the logits are.
     """
-    params = [request.params for request, _ in rows]
-    forbidden = [
-        (row, token)
-        for row, (request, position) in enumerate(rows)
-        if position < request.params.min_tokens
-        for token in request.stop_token_ids
-    ]
-    floats = torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params]).view(-1, 3)
+    params = [request.params for request in requests]
+    limited = [request for request in requests if request.num_output < request.params.min_tokens]
+    stops = sorted({token for request in limited for token in request.stop_token_ids})
     counts = [vocab_size if p.top_k <= 0 else min(p.top_k, vocab_size) for p in params]
+    floats = torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params]).view(-1, 3)
     integers = torch.tensor(
-        [(k, request.seed, position) for k, (request, position) in zip(counts, rows, strict=True)],
+        [
+            (count, request.seed, request.num_output, request.params.min_tokens)
+            for count, request in zip(counts, requests, strict=True)
+        ],
         dtype=torch.int64,
-    ).view(-1, 3)
+    ).view(-1, 4)
+    is_stop = [[token in request.stop_token_ids for token in stops] for request in requests]
     temperature, top_p, min_p = floats.to(device).unbind(1)
-    top_k, seed, position = integers.to(device).unbind(1)
+    top_k, seed, position, min_position = integers.to(device).unbind(1)
     return SamplingRows(
         temperature=temperature,
         top_k=top_k,
@@ -57,7 +76,9 @@ def sampling_rows(
         min_p=min_p,
         seed=seed,
         position=position,
-        forbidden=torch.tensor(forbidden, dtype=torch.int64).view(-1, 2).to(device),
+        min_position=min_position,
+        stops=torch.tensor(stops, dtype=torch.int64).to(device),
+        is_stop=torch.tensor(is_stop, dtype=torch.bool).view(len(requests), len(stops)).to(device),
         is_greedy=all(p.is_greedy for p in params),
         has_filters=any(p.top_p < 1 or k < vocab_size for p, k in zip(params, counts, strict=True)),
     )
@@ -70,18 +91,25 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     probabilities, seed and output position.
     """
     if rows.is_greedy:
-        return _without_forbidden(logits, rows).argmax(dim=-1)
-    probs = probabilities(logits, rows)
-    return (probs.log() + noise.gumbel(rows.seed, rows.position, probs.shape[-1])).argmax(dim=-1)
+        return _without_stops(logits, rows).argmax(dim=-1)
+    return draw(probabilities(logits, rows), rows, noise.TARGET)
+
+
+def draw(probs: Tensor, rows: SamplingRows, stream: int) -> Tensor:
+    """Draw [N] int64 from probabilities [N, V], which need not sum to 1, by a stream of noise."""
+    gumbel = noise.gumbel(rows.seed, rows.position, stream, probs.shape[-1])
+    return (probs.log() + gumbel).argmax(dim=-1)
 
 
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return the distribution each row is drawn from, [N, V] fp32, after all filters.
 
-    A greedy row has probability 1 at its largest logit, the first one among equals.
+    A greedy row has probability 1 at its largest logit, the first one among equals. A row in which
+    every logit is -inf says nothing: its tokens are equally probable.
     """
-    logits = _without_forbidden(logits, rows).float()
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # dividing by 1e-5 must not overflow
+    logits = _without_stops(logits, rows).float()
+    largest = logits.amax(dim=-1, keepdim=True)
+    logits = torch.where(largest == -torch.inf, 0.0, logits - largest)  # 1e-5 must not overflow
     probs = (logits / rows.temperature.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(dim=-1)
     probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
     if rows.has_filters:
@@ -91,10 +119,13 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where((rows.temperature < GREEDY_TEMPERATURE)[:, None], one_hot, probs)
 
 
-def _without_forbidden(logits: Tensor, rows: SamplingRows) -> Tensor:
-    if len(rows.forbidden) == 0:
+def _without_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Forbid the stop tokens of rows that are not yet allowed to stop."""
+    if len(rows.stops) == 0:
         return logits
-    return logits.index_put(tuple(rows.forbidden.unbind(1)), logits.new_tensor(-torch.inf))
+    forbidden = rows.is_stop & (rows.position < rows.min_position)[:, None]
+    columns = logits[:, rows.stops].masked_fill(forbidden, -torch.inf)
+    return logits.index_copy(1, rows.stops, columns)
 
 
 def _keep_top(probs: Tensor, rows: SamplingRows) -> Tensor:

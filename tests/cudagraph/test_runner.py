@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 
+from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.torch_backend import TorchAttention
 from nanospec.cudagraph.runner import EagerRunner
-from nanospec.engine.packing import pack
-from nanospec.types import Segment
 from tests import helpers
 from tests.models.test_decoder import load
 
@@ -15,9 +14,15 @@ from tests.models.test_decoder import load
 def test_logits_of_wanted_rows_and_features_of_taps(qwen3: Path) -> None:
     decoder = load(qwen3)
     cache = helpers.new_cache(num_layers=3, head_dim=16)
-    request = helpers.make_request([5, 6, 7])
-    request.pages = [4]
-    batch = pack([Segment(request, 3)], cache.page_size, torch.device("cpu"))
+    batch = ForwardBatch(
+        token_ids=torch.tensor([5, 6, 7]),
+        positions=torch.arange(3),
+        slots=torch.arange(16, 19),
+        qo_lens=[3],
+        kv_lens=[3],
+        page_tables=[[4]],
+        logit_rows=torch.tensor([2]),
+    )
     with torch.inference_mode():
         plain = EagerRunner(decoder, TorchAttention(cache)).run(batch)
         tapped = EagerRunner(decoder, TorchAttention(cache), taps=(0, 2)).run(batch)

@@ -3,31 +3,20 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from nanospec import SamplingParams
 from nanospec.engine.pages import PageAllocator
-from nanospec.engine.round import run_round
-from nanospec.engine.scheduler import Scheduler
 from nanospec.text import TextStream, Tokenizer
 from nanospec.types import Request
 from tests import helpers
 
-CPU = torch.device("cpu")
-
 
 def play(request: Request, script: Sequence[int], page_size: int = 4) -> PageAllocator:
     """Run a request against a scripted target until it ends."""
-    pages = PageAllocator(64, page_size)
-    scheduler = Scheduler(pages, max_num_seqs=4, max_num_batched_tokens=8)
-    scheduler.add(request)
-    runner = helpers.ScriptedRunner(script)
-    while not request.is_finished:
-        for advanced, reason in run_round(scheduler.schedule(), runner, pages, CPU):
-            if reason is not None:
-                scheduler.finish(advanced, reason)
-    assert pages.num_free == pages.num_pages
-    return pages
+    ctx = helpers.make_context(helpers.ScriptedRunner(script), page_size=page_size)
+    ctx.scheduler.add(request)
+    helpers.run_to_end(ctx)
+    return ctx.scheduler.pages
 
 
 def greedy_request(prompt: Sequence[int], max_tokens: int = 5, **values: object) -> Request:

@@ -11,6 +11,7 @@ from nanospec.engine.sizing import count_pages, run_largest_step
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.models.loader import load_decoder
+from nanospec.types import PlanKind, Resources
 from tests import helpers
 
 PAGE_BYTES = 2 * 3 * 16 * 2 * 16 * 4  # of the tiny Qwen3: both, layers, tokens, heads, width, fp32
@@ -21,26 +22,34 @@ def decoder(folder: Path) -> Decoder:
     return load_decoder(folder, config, dtype=torch.float32, device=torch.device("cpu"))
 
 
+PLAIN = Resources(PlanKind.CHAIN, 1)
+
+
+def count(config: EngineConfig, folder: Path, max_model_len: int) -> int:
+    own = decoder(folder)
+    return count_pages(config, own, [own.config], PLAIN, max_model_len)
+
+
 def test_the_cache_takes_what_it_is_given(qwen3: Path) -> None:
     config = EngineConfig(model="x", kv_cache_gib=20.5 * PAGE_BYTES / 2**30)
-    assert count_pages(config, decoder(qwen3), max_model_len=256) == 20
+    assert count(config, qwen3, 256) == 20
 
 
 def test_no_more_pages_than_can_be_held_at_once(qwen3: Path) -> None:
     config = EngineConfig(model="x", max_num_seqs=3)
-    assert count_pages(config, decoder(qwen3), max_model_len=50) == 3 * 4
+    assert count(config, qwen3, 50) == 3 * 4
 
 
 def test_too_few_pages_are_refused_with_the_way_out(qwen3: Path) -> None:
     config = EngineConfig(model="x", kv_cache_gib=5.5 * PAGE_BYTES / 2**30)
     with pytest.raises(ConfigError, match=r"^5 KV pages .* needs 6 .* at most 80"):
-        count_pages(config, decoder(qwen3), max_model_len=96)
+        count(config, qwen3, 96)
 
 
 def test_where_no_page_fits_no_shorter_context_is_suggested(qwen3: Path) -> None:
     config = EngineConfig(model="x", kv_cache_gib=0.5 * PAGE_BYTES / 2**30)
     with pytest.raises(ConfigError, match=r"^0 KV pages") as raised:
-        count_pages(config, decoder(qwen3), max_model_len=96)
+        count(config, qwen3, 96)
     assert "at most" not in str(raised.value)
 
 
@@ -50,7 +59,7 @@ def test_the_largest_step_runs_at_any_size(qwen3: Path, tokens: int, requests: i
         model="x", max_num_batched_tokens=tokens, max_num_seqs=requests, page_size=3
     )
     with torch.inference_mode():
-        assert run_largest_step(config, decoder(qwen3)) > 0
+        assert run_largest_step(config, decoder(qwen3), PLAIN) > 0
 
 
 @pytest.mark.gpu

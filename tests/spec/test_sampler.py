@@ -13,15 +13,19 @@ from tests import helpers
 CPU = torch.device("cpu")
 
 
-def rows_of(
-    *options: dict[str, Any], vocab_size: int = 8, position: int = 0, **request: Any
-) -> SamplingRows:
+def rows_of(*options: dict[str, Any], vocab_size: int = 8, **request: Any) -> SamplingRows:
     """Return rows with these sampling parameters, each its own seed."""
     requests = [
         helpers.make_request([1], SamplingParams(**own), seed=index, **request)
         for index, own in enumerate(options)
     ]
-    return sampling_rows([(each, position) for each in requests], vocab_size, CPU)
+    return sampling_rows(requests, vocab_size, CPU)
+
+
+def positions_of(request: Any, count: int, vocab_size: int) -> SamplingRows:
+    """Return rows of one request at its next `count` output positions."""
+    first = torch.zeros(count, dtype=torch.int64)
+    return sampling_rows([request], vocab_size, CPU).at(first, torch.arange(count))
 
 
 def by_definition(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -96,7 +100,7 @@ def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
     count = 40_000
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])
     request = helpers.make_request([1], SamplingParams(**options), seed=11)
-    rows = sampling_rows([(request, position) for position in range(count)], 6, CPU)
+    rows = positions_of(request, count, 6)
     tokens = sample(logits.expand(count, 6), rows)
     probs = probabilities(logits[None], rows_of(options, vocab_size=6))[0]
     statistic = chi_square(tokens.bincount(minlength=6), probs)
@@ -117,7 +121,7 @@ def test_nothing_outside_the_support_is_ever_drawn(
 ) -> None:
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])
     request = helpers.make_request([1], SamplingParams(**options), seed=5)
-    rows = sampling_rows([(request, position) for position in range(10_000)], 6, CPU)
+    rows = positions_of(request, 10_000, 6)
     assert set(sample(logits.expand(10_000, 6), rows).tolist()) == support
 
 
@@ -125,7 +129,8 @@ def test_nothing_outside_the_support_is_ever_drawn(
 def test_min_tokens_forbids_stops_in_exactly_the_rows_below_it() -> None:
     params = [SamplingParams(temperature=0, min_tokens=n, max_tokens=99) for n in (0, 3, 0, 3)]
     requests = [helpers.make_request([1], own, stop_token_ids=frozenset({2, 5})) for own in params]
-    rows = sampling_rows([(requests[i], p) for i, p in ((0, 0), (1, 2), (2, 0), (3, 3))], 8, CPU)
+    index, ahead = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2, 0, 3])
+    rows = sampling_rows(requests, 8, CPU).at(index, ahead)
     logits = torch.zeros(4, 8)
     logits[:, 5], logits[:, 2], logits[:, 7] = 3, 2, 1
     assert sample(logits, rows).tolist() == [5, 7, 5, 5]

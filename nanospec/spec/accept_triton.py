@@ -1,0 +1,225 @@
+"""Triton versions of `accept`: one program per request, one launch, no host synchronisation."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanospec.spec import noise
+from nanospec.spec.sampler import SamplingRows
+from nanospec.types import AcceptResult, VerifyPlan
+
+
+@triton.jit
+def _follow_kernel(
+    tokens_ptr,
+    parents_ptr,
+    num_rows_ptr,
+    offsets_ptr,
+    targets_ptr,
+    out_tokens_ptr,
+    out_path_ptr,
+    num_emitted_ptr,
+    max_rows,
+):
+    request = tl.program_id(0)
+    base = request * max_rows
+    start = tl.load(offsets_ptr + request)
+    row = 0
+    depth = 0
+    target = tl.load(targets_ptr + start)
+    for child in range(1, tl.load(num_rows_ptr + request).to(tl.int32)):
+        is_child = tl.load(parents_ptr + base + child) == row
+        if is_child & (tl.load(tokens_ptr + base + child) == target):
+            tl.store(out_tokens_ptr + base + depth, target)
+            depth += 1
+            tl.store(out_path_ptr + base + depth, child)
+            row = child
+            target = tl.load(targets_ptr + start + child)
+    tl.store(out_tokens_ptr + base + depth, target)
+    tl.store(num_emitted_ptr + request, depth + 1)
+
+
+def follow(plan: VerifyPlan, targets: Tensor, offsets: Tensor) -> AcceptResult:
+    """See `accept.follow_reference`."""
+    result = _new_result(plan)
+    _follow_kernel[(plan.num_reqs,)](
+        plan.tokens,
+        plan.parents,
+        plan.num_rows,
+        offsets,
+        targets,
+        result.tokens,
+        result.path,
+        result.num_emitted,
+        plan.max_rows,
+    )
+    return result
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(key, token):
+    # noise.gumbel: the same bits, one number per token.
+    steps = (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = _mix(key + steps) >> 1
+    uniform = (bits.to(tl.int64).to(tl.float32) + 0.5) * 1.0842021724855044e-19  # 2 ** -63
+    uniform = tl.minimum(uniform, 0.99999994)
+    # -log1p(-u): its series near 0, where 1 - u would lose the digits of u.
+    u = uniform
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return -tl.log(tl.where(u < 0.05, series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def _accept_kernel(
+    tokens_ptr,
+    parents_ptr,
+    num_rows_ptr,
+    offsets_ptr,
+    is_sampled_ptr,
+    p_ptr,
+    q_ptr,
+    targets_ptr,
+    coins_ptr,
+    keys_ptr,
+    work_ptr,
+    out_tokens_ptr,
+    out_path_ptr,
+    num_emitted_ptr,
+    max_rows,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    # What is left of p and q at the row reached is kept in scratch memory once a child was
+    # rejected, unnormalised, with their masses in registers; until then they are the plan's own.
+    request = tl.program_id(0).to(tl.int64)
+    base = request * max_rows
+    start = tl.load(offsets_ptr + request)
+    sampled = tl.load(is_sampled_ptr + request) != 0
+    work_p = work_ptr + request * 2 * vocab_size
+    work_q = work_p + vocab_size
+    lanes = tl.arange(0, BLOCK)
+
+    row = 0
+    depth = 0
+    target = tl.load(targets_ptr + start)
+    p_now = p_ptr + start * vocab_size
+    q_now = work_q
+    p_mass = 1.0
+    q_mass = 1.0
+    is_first = True
+    for child in range(1, tl.load(num_rows_ptr + request).to(tl.int32)):
+        if tl.load(parents_ptr + base + child) == row:
+            token = tl.load(tokens_ptr + base + child)
+            accepted = token == target
+            if sampled:
+                if is_first:
+                    q_now = q_ptr + (request * (max_rows - 1) + child - 1) * vocab_size
+                    q_mass = 1.0
+                    is_first = False
+                p_token = tl.load(p_now + token) / p_mass
+                q_token = tl.where(q_mass > 0, tl.load(q_now + token) / q_mass, 0.0)
+                coin = tl.load(coins_ptr + base + child)
+                accepted = (q_token > 0) & (coin * q_token < p_token)
+            if accepted:
+                tl.store(out_tokens_ptr + base + depth, token)
+                depth += 1
+                tl.store(out_path_ptr + base + depth, child)
+                row = child
+                target = tl.load(targets_ptr + start + child)
+                p_now = p_ptr + (start + child) * vocab_size
+                p_mass = 1.0
+                is_first = True
+            elif sampled:
+                left_p = 0.0
+                left_q = 0.0
+                for at in range(0, vocab_size, BLOCK):
+                    column = at + lanes
+                    inside = column < vocab_size
+                    p = tl.load(p_now + column, mask=inside, other=0.0) / p_mass
+                    q = tl.load(q_now + column, mask=inside, other=0.0)
+                    q = tl.where(q_mass > 0, q / q_mass, 0.0)
+                    rest = tl.where(column == token, 0.0, q)
+                    left_p += tl.sum(tl.maximum(p - q, 0.0))
+                    left_q += tl.sum(rest)
+                tl.debug_barrier()
+                for at in range(0, vocab_size, BLOCK):
+                    column = at + lanes
+                    inside = column < vocab_size
+                    p = tl.load(p_now + column, mask=inside, other=0.0) / p_mass
+                    q = tl.load(q_now + column, mask=inside, other=0.0)
+                    q = tl.where(q_mass > 0, q / q_mass, 0.0)
+                    residual = tl.where(left_p > 0, tl.maximum(p - q, 0.0), p)
+                    tl.store(work_p + column, residual, mask=inside)
+                    tl.store(work_q + column, tl.where(column == token, 0.0, q), mask=inside)
+                # Another thread may read what this one wrote.
+                tl.debug_barrier()
+                p_now = work_p
+                q_now = work_q
+                p_mass = tl.where(left_p > 0, left_p, 1.0)
+                q_mass = left_q
+    if sampled:
+        key = tl.load(keys_ptr + base + depth).to(tl.uint64, bitcast=True)
+        best = -float("inf")
+        for at in range(0, vocab_size, BLOCK):
+            column = at + lanes
+            p = tl.load(p_now + column, mask=column < vocab_size, other=0.0) / p_mass
+            score = tl.where(p > 0, tl.log(p) + _gumbel(key, column), -float("inf"))
+            top = tl.max(score)
+            if top > best:
+                best = top
+                target = (at + tl.argmax(score, 0)).to(tl.int64)
+    tl.store(out_tokens_ptr + base + depth, target)
+    tl.store(num_emitted_ptr + request, depth + 1)
+
+
+def accept(
+    plan: VerifyPlan,
+    probs: Tensor,
+    targets: Tensor,
+    coins: Tensor,
+    roots: SamplingRows,
+    offsets: Tensor,
+) -> AcceptResult:
+    """See `accept.accept_reference`."""
+    assert plan.probs is not None and plan.is_sampled is not None, "the plan has no q"
+    num_reqs, max_rows = plan.tokens.shape
+    vocab_size = probs.shape[1]
+    ahead = torch.arange(max_rows, device=probs.device)
+    positions = (roots.position[:, None] + ahead).flatten()
+    keys = noise.keys(roots.seed.repeat_interleave(max_rows), positions, noise.TARGET)
+    result = _new_result(plan)
+    _accept_kernel[(num_reqs,)](
+        plan.tokens,
+        plan.parents,
+        plan.num_rows,
+        offsets,
+        plan.is_sampled,
+        probs,
+        plan.probs,
+        targets,
+        coins,
+        keys,
+        probs.new_empty(num_reqs, 2, vocab_size),
+        result.tokens,
+        result.path,
+        result.num_emitted,
+        max_rows,
+        vocab_size,
+        BLOCK=min(triton.next_power_of_2(vocab_size), 4096),
+    )
+    return result
+
+
+def _new_result(plan: VerifyPlan) -> AcceptResult:
+    zeros = torch.zeros_like(plan.tokens)
+    return AcceptResult(
+        tokens=zeros, num_emitted=torch.empty_like(plan.num_rows), path=zeros.clone()
+    )

@@ -1,0 +1,27 @@
+"""Prompt lookup: what followed the last tokens before follows them again. No model, chains."""
+
+from collections.abc import Sequence
+
+from nanospec.spec.speculator import Speculator
+from nanospec.types import Draft, Request
+
+_LONGEST, _SHORTEST = 4, 1  # tokens of a suffix that is looked up
+
+
+class NgramSpeculator(Speculator):
+    """Proposes what followed the latest earlier occurrence of the longest known suffix.
+
+    Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding.
+    """
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+        """See `Speculator.propose`."""
+        return [self._draft(request.tokens, request.max_drafts) for request in requests]
+
+    def _draft(self, tokens: list[int], count: int) -> Draft | None:
+        for size in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
+            suffix = tokens[-size:]
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if tokens[start : start + size] == suffix:
+                    return Draft(tokens[start + size : start + size + count])
+        return None

@@ -1,0 +1,217 @@
+"""From the drafts of requests to a checked `VerifyPlan`. Runs on the host; knows no pages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanospec.errors import PlanError
+from nanospec.types import Draft, PlanKind, Request, Resources, VerifyPlan
+
+NOBODY = -1  # parent of the root, and of rows that are computed but never accepted
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of one request on the host, root included."""
+
+    tokens: list[int]
+    parents: list[int]
+    positions: list[int]  # counted from the root's
+    visible: list[set[int]]  # rows each row sees, itself included
+
+    @property
+    def kind(self) -> PlanKind:
+        """The least kind of attention these rows need."""
+        if NOBODY in self.parents[1:]:
+            return PlanKind.MASK
+        is_chain = self.parents[1:] == list(range(len(self.parents) - 1))
+        return PlanKind.CHAIN if is_chain else PlanKind.TREE
+
+
+def build_plan(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    *,
+    resources: Resources,
+    vocab_size: int,
+    device: torch.device,
+) -> VerifyPlan:
+    """Lay out the first `counts[r]` drafts of each request behind its root.
+
+    Drafts are in an order in which parents come first, so any leading part is a closed tree.
+
+    Args:
+        requests: R, each with its root pending and, where its count is not 0, a draft.
+        counts: draft rows to verify of each.
+        resources: what the plan may not exceed.
+        vocab_size: V.
+        device: where the plan goes.
+
+    Raises:
+        PlanError: a draft is malformed or exceeds the resources; request and row are named.
+    """
+    rows = [
+        _rows(request, request.draft if count else None, count, vocab_size)
+        for request, count in zip(requests, counts, strict=True)
+    ]
+    kind = max((each.kind for each in rows), default=PlanKind.CHAIN)
+    for request, each in zip(requests, rows, strict=True):
+        _check_resources(request, each, resources)
+    lengths = [len(each.tokens) for each in rows]
+    max_rows = max(lengths, default=1)
+    is_mask = kind is PlanKind.MASK
+    probs, is_sampled = _probs(requests, counts, max_rows - 1, vocab_size, device)
+    return VerifyPlan(
+        kind=kind,
+        tokens=_padded([each.tokens for each in rows], max_rows, device),
+        parents=_padded([each.parents for each in rows], max_rows, device),
+        num_rows=torch.tensor(lengths, dtype=torch.int64).to(device),
+        num_tokens=sum(lengths),
+        row_counts=lengths,
+        probs=probs,
+        is_sampled=is_sampled,
+        positions=_padded([each.positions for each in rows], max_rows, device) if is_mask else None,
+        visibility=_visibility(rows, max_rows).to(device) if is_mask else None,
+    )
+
+
+def first_path(draft: Draft) -> Draft:
+    """Return the path of first children of a tree, as a chain; for attention without masks."""
+    parents = draft.parents
+    if parents is None:
+        return draft
+    path: list[int] = []
+    for row, parent in enumerate(parents, start=1):
+        if parent == (path[-1] if path else 0):
+            path.append(row)
+    kept = [row - 1 for row in path]
+    return Draft(
+        tokens=[_as_list(draft.tokens)[index] for index in kept],
+        probs=None if draft.probs is None else draft.probs[kept],
+        survival=None if draft.survival is None else [draft.survival[index] for index in kept],
+    )
+
+
+def _rows(request: Request, draft: Draft | None, count: int, vocab_size: int) -> _Rows:
+    """Return the checked root and first `count` drafts of a request."""
+    rows = _Rows([request.tokens[-1]], [NOBODY], [0], [{0}])
+    if draft is None:
+        return rows
+    _check_shapes(request, draft, count, vocab_size)
+    parents = range(count) if draft.parents is None else draft.parents
+    from_root = [True]
+    for row, (token, parent) in enumerate(
+        zip(_as_list(draft.tokens)[:count], parents, strict=False), start=1
+    ):
+        if not 0 <= token < vocab_size:
+            raise _error(request, row, f"token {token} is not in the vocabulary of {vocab_size}")
+        if not NOBODY <= parent < row:
+            raise _error(request, row, f"its parent is row {parent}; parents come before children")
+        is_draft = parent != NOBODY and from_root[parent]
+        from_root.append(is_draft)
+        default = (
+            (rows.positions[parent] + 1, rows.visible[parent] | {row}) if is_draft else (0, {row})
+        )
+        position, visible = _given(draft, row, default)
+        if is_draft and (position, visible) != default:
+            raise _error(
+                request,
+                row,
+                "a row that may be accepted stands at its depth and sees its ancestors; "
+                f"give it parent {NOBODY} if it is only to be computed",
+            )
+        rows.tokens.append(token)
+        rows.parents.append(parent if is_draft else NOBODY)
+        rows.positions.append(position)
+        rows.visible.append(visible)
+    return rows
+
+
+def _given(draft: Draft, row: int, default: tuple[int, set[int]]) -> tuple[int, set[int]]:
+    """Return position and visible rows as the draft states them, or else the default."""
+    position, visible = default
+    if draft.positions is not None:
+        position = draft.positions[row - 1]
+    if draft.visibility is not None:
+        visible = {column for column in range(row) if draft.visibility[row][column]} | {row}
+    return position, visible
+
+
+def _check_shapes(request: Request, draft: Draft, count: int, vocab_size: int) -> None:
+    size = len(draft)
+    if count > size:
+        raise _error(request, size + 1, f"{count} draft rows are planned, the draft has {size}")
+    for name, wanted in (("parents", size), ("survival", size), ("positions", size)):
+        value = getattr(draft, name)
+        if value is not None and len(value) != wanted:
+            raise _error(request, 0, f"{name} has {len(value)} entries for {wanted} tokens")
+    if draft.probs is not None and tuple(draft.probs.shape) != (size, vocab_size):
+        raise _error(
+            request, 0, f"probs has shape {tuple(draft.probs.shape)}, not {(size, vocab_size)}"
+        )
+    if draft.visibility is not None:
+        widths = {len(row) for row in draft.visibility}
+        if len(draft.visibility) != size + 1 or widths != {size + 1}:
+            raise _error(request, 0, f"visibility is not [{size + 1}, {size + 1}]")
+    if draft.positions is not None and min(draft.positions, default=0) < 0:
+        raise _error(request, 0, "a position before the root's; positions count from the root")
+
+
+def _check_resources(request: Request, rows: _Rows, resources: Resources) -> None:
+    size = len(rows.tokens)
+    if size > resources.max_rows:
+        raise _error(
+            request, resources.max_rows, f"{size} rows, and only {resources.max_rows} were declared"
+        )
+    if rows.kind > resources.kind:
+        wanted, declared = rows.kind.name.lower(), resources.kind.name.lower()
+        raise _error(request, 0, f"it is a {wanted}, and only a {declared} was declared")
+
+
+def _error(request: Request, row: int, what: str) -> PlanError:
+    return PlanError(f"malformed plan: request {request.request_id}, row {row}: {what}")
+
+
+def _as_list(tokens: Sequence[int] | Tensor) -> list[int]:
+    # Synchronises for tokens on a GPU.
+    return tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+
+
+def _padded(rows: list[list[int]], width: int, device: torch.device) -> Tensor:
+    """Return [R, width] int64, padded with 0."""
+    padded = [row + [0] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).view(-1, width).to(device)
+
+
+def _visibility(rows: list[_Rows], max_rows: int) -> Tensor:
+    """Return [R, M, M] bool on the host."""
+    visibility = torch.zeros(len(rows), max_rows, max_rows, dtype=torch.bool)
+    for index, each in enumerate(rows):
+        for row, seen in enumerate(each.visible):
+            visibility[index, row, list(seen)] = True
+    return visibility
+
+
+def _probs(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    width: int,
+    vocab_size: int,
+    device: torch.device,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return q [R, width, V] and who has one [R], or None and None if nobody has."""
+    found = [
+        (index, request.draft.probs[:count])
+        for index, (request, count) in enumerate(zip(requests, counts, strict=True))
+        if count and request.draft is not None and request.draft.probs is not None
+    ]
+    if not found:
+        return None, None
+    probs = torch.zeros(len(requests), width, vocab_size, device=device)
+    is_sampled = torch.zeros(len(requests), dtype=torch.bool)
+    for index, q in found:
+        probs[index, : len(q)] = q
+        is_sampled[index] = True
+    return probs, is_sampled.to(device)

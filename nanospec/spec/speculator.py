@@ -1,0 +1,228 @@
+"""`Speculator`: what a way of guessing may change in a round, and the defaults of each hook.
+
+A speculator of one's own overrides `resources` and `propose`; see `docs/round.md` for the hooks in
+the order in which they are called.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanospec.attention.backend import AttentionBackend
+from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.config import EngineConfig, ModelConfig
+from nanospec.errors import ConfigError
+from nanospec.spec.accept import accept
+from nanospec.spec.plan import build_plan, first_path
+from nanospec.types import (
+    AcceptResult,
+    Budget,
+    Capability,
+    Draft,
+    EngineView,
+    PackedRows,
+    PlanKind,
+    Request,
+    Resources,
+    StepOutput,
+    VerifyPlan,
+)
+
+logger = logging.getLogger(__name__)
+
+# What a kernel serves: a kind of layer and an operation. There are
+#   ("paged_attention", "verify")  a function (cache, num_heads) -> AttentionBackend
+#   ("paged_kv", "commit")         a function like `kv_ops.move_kv`; where it has a method
+#                                  `declines(layer) -> str`, a non-empty reason declines that layer
+KernelKey = tuple[str, str]
+VERIFY: KernelKey = ("paged_attention", "verify")
+COMMIT: KernelKey = ("paged_kv", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorSetup:
+    """What a speculator is built from."""
+
+    config: EngineConfig
+    model: ModelConfig  # of the target
+    dtype: torch.dtype  # of the target
+    device: torch.device
+
+
+class Speculator(ABC):
+    """Guesses tokens after the root of each request.
+
+    Invariant: drafts live on the requests, so preemption, abort and completion need no hook.
+    """
+
+    def __init__(self, setup: SpeculatorSetup):
+        self.setup = setup
+        self.effective = self.resources()  # after `adapt`, what plans may not exceed
+
+    def resources(self) -> Resources:
+        """Declare, once, the most a plan will ask for; default: chains of `max_draft_len`."""
+        return Resources(PlanKind.CHAIN, 1 + self.setup.config.max_draft_len)
+
+    def kernels(self) -> Mapping[KernelKey, Callable[..., Any]]:
+        """Provide kernels that replace the engine's; default: none."""
+        return {}
+
+    def adapt(self, resources: Resources, capabilities: Sequence[Capability]) -> Resources:
+        """Lower the resources to what every layer can verify; called once.
+
+        Raises:
+            ConfigError: the speculator cannot work with less; the default refuses for mask plans.
+        """
+        kind = min(resources.kind, *(each.kind for each in capabilities))
+        if resources.kind is PlanKind.MASK and kind < PlanKind.MASK:
+            reason = next(each.reason for each in capabilities if each.kind == kind)
+            raise ConfigError(
+                f"{type(self).__name__} needs mask plans, and the attention here verifies "
+                f"{kind.name.lower()}s only ({reason}); use another attention or speculator"
+            )
+        takes_device_counts = all(each.takes_device_counts for each in capabilities)
+        return replace(
+            resources,
+            kind=kind,
+            max_rows=min(resources.max_rows, *(each.max_rows for each in capabilities)),
+            needs_device_counts=resources.needs_device_counts and takes_device_counts,
+        )
+
+    def cache_layers(self) -> ModelConfig | None:
+        """Return the shape of a drafter whose keys and values live in the same pages, if any."""
+        return None
+
+    def start(self, cache: PagedKVCache | None, attention: AttentionBackend | None) -> None:
+        """Take the drafter's cache and attention, once they are allocated; default: nothing."""
+        return
+
+    def admit_limit(self, view: EngineView) -> int | None:
+        """Return how many requests may run, at least 1; None: as many as the engine allows."""
+        del view
+        return None
+
+    def candidate_budget(self, view: EngineView) -> Budget:
+        """Return how much the next round may verify.
+
+        Default: `max_draft_len` drafts a request, or what the schedule gives for so many requests.
+        """
+        config = self.setup.config
+        length = min(config.draft_len(view.num_running), self.effective.max_rows - 1)
+        return Budget(view.num_running * length, 1 + length)
+
+    def plan(self, requests: Sequence[Request]) -> VerifyPlan:
+        """Choose what to verify of the requests' drafts: the roots and the first drafts of each.
+
+        The default takes `max_drafts` of each, which is what the budget and the pages allow; of a
+        tree only the first path where attention verifies chains alone.
+
+        Raises:
+            PlanError: a draft is malformed or exceeds the resources.
+        """
+        for request in requests:
+            if request.draft is not None and self.effective.kind is PlanKind.CHAIN:
+                request.draft = first_path(request.draft)
+        return build_plan(
+            requests,
+            [request.num_planned for request in requests],
+            resources=self.effective,
+            vocab_size=self.setup.model.vocab_size,
+            device=self.setup.device,
+        )
+
+    def accept(
+        self, plan: VerifyPlan, logits: Tensor, requests: Sequence[Request], packed: PackedRows
+    ) -> AcceptResult:
+        """Choose what survives of a plan; see `spec.accept.accept`, the default, which is lossless.
+
+        Args:
+            plan: what was verified.
+            logits: [N, V] of the plan's packed rows.
+            requests: [R] of the plan.
+            packed: where the plan's rows are.
+        """
+        return accept(plan, logits, requests, packed)
+
+    def observe_step(self, step: StepOutput) -> None:
+        """Learn from a round; default: nothing."""
+        return
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+        """Guess what follows the root of each request, at most `max_drafts` rows of each."""
+
+
+class NoSpeculator(Speculator):
+    """Ordinary decoding: proposes nothing."""
+
+    def resources(self) -> Resources:
+        """See `Speculator.resources`."""
+        return Resources(PlanKind.CHAIN, 1)
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+        """See `Speculator.propose`."""
+        return [None] * len(requests)
+
+
+def resolve_kernels(
+    providers: Sequence[tuple[str, Mapping[KernelKey, Callable[..., Any]]]],
+) -> dict[KernelKey, Callable[..., Any]]:
+    """Merge the kernels of named providers; a later one wins, which is logged.
+
+    Raises:
+        ConfigError: a provider names an operation that does not exist.
+    """
+    table: dict[KernelKey, Callable[..., Any]] = {}
+    for name, kernels in providers:
+        for key, kernel in kernels.items():
+            if key not in (VERIFY, COMMIT):
+                raise ConfigError(
+                    f"{name} provides a kernel for {key}; known are {VERIFY}, {COMMIT}"
+                )
+            if key in table:
+                logger.info("%s overrides the kernel for %s", name, key)
+            table[key] = kernel
+    return table
+
+
+def layer_capabilities(
+    attention: AttentionBackend, commit: Callable[..., Any], num_layers: int
+) -> list[Capability]:
+    """Return what each layer can verify; where `commit` declines a layer, chains at most."""
+    found = []
+    for layer in range(num_layers):
+        capability = attention.capability(layer)
+        declines = getattr(commit, "declines", None)
+        reason = declines(layer) if declines is not None else ""
+        if reason:  # a chain needs no moves
+            capability = Capability(
+                min(capability.kind, PlanKind.CHAIN),
+                capability.max_rows,
+                capability.takes_device_counts,
+                reason,
+            )
+        found.append(capability)
+    return found
+
+
+def adapted(speculator: Speculator, capabilities: Sequence[Capability]) -> Resources:
+    """Let a speculator adapt to the layers, and log each reason for a lowering once."""
+    wanted = speculator.resources()
+    effective = speculator.adapt(wanted, capabilities)
+    if effective != wanted:
+        for reason in dict.fromkeys(each.reason for each in capabilities if each.reason):
+            logger.warning(
+                "%s runs %ss of %d rows instead of %ss of %d: %s",
+                type(speculator).__name__,
+                effective.kind.name.lower(),
+                effective.max_rows,
+                wanted.kind.name.lower(),
+                wanted.max_rows,
+                reason,
+            )
+    return effective

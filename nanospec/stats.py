@@ -1,0 +1,84 @@
+"""What rounds did, counted: per request, and added up."""
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the rounds of one request, or of many, did. A round verifies a root and its drafts."""
+
+    rounds: int = 0
+    drafted: int = 0  # draft tokens proposed
+    verified: int = 0  # of these, run through the target
+    accepted: int = 0  # of these, kept
+    emitted: int = 0  # tokens of rounds: the accepted ones and one more each, none after a stop
+    tokens: int = 0  # output tokens, the one that ends the prompt's last chunk included
+    seconds: float = 0.0  # wall time, waiting included
+    offered: list[int] = field(default_factory=list)  # rounds that verified a draft of depth 1, 2..
+    kept: list[int] = field(default_factory=list)  # of these, rounds that kept it
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per round, next token included; 0 without a round."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of wall time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Share of rounds that kept a draft of depth 1, 2, .. among those that verified one."""
+        return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
+
+    def count_round(
+        self, *, drafted: int, verified: int, depth: int, accepted: int, emitted: int
+    ) -> None:
+        """Count a round; what a stop cut off is counted neither as kept nor as offered.
+
+        Args:
+            drafted: draft tokens proposed.
+            verified: of these, run through the target.
+            depth: of the deepest one verified.
+            accepted: drafts accepted, before stops.
+            emitted: tokens kept, `accepted + 1` unless a stop cut them.
+        """
+        if emitted <= accepted:
+            accepted = depth = emitted
+        self.rounds += 1
+        self.drafted += drafted
+        self.verified += verified
+        self.accepted += accepted
+        self.emitted += emitted
+        missing = max(depth - len(self.offered), 0)
+        self.offered += [0] * missing
+        self.kept += [0] * missing
+        for level in range(depth):
+            self.offered[level] += 1
+            self.kept[level] += level < accepted
+
+    def add(self, other: "Stats") -> None:
+        """Add the counts of another; seconds are left alone, as requests overlap."""
+        for name in ("rounds", "drafted", "verified", "accepted", "emitted", "tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("offered", "kept"):
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [left + right for left, right in pairs])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field and derived figure, for JSON."""
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "verified": self.verified,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "tokens": self.tokens,
+            "acceptance_length": self.acceptance_length,
+            "acceptance_rates": self.acceptance_rates,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }

@@ -1,0 +1,117 @@
+"""A round on one page: what was drafted, what became of it, and what came out."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from torch import Tensor
+
+from nanospec.text import Tokenizer
+from nanospec.types import Draft, StepOutput
+
+_COLOURS = {"accepted": "\033[32m", "rejected": "\033[31m", "not verified": "\033[2m"}
+_MARKS = {"accepted": "+", "rejected": "x", "not verified": "."}
+_RESET = "\033[0m"
+
+
+@dataclass(slots=True)
+class Tracer:
+    """Observes rounds and writes each: as a drawing for people, or as one JSON object a line."""
+
+    out: TextIO
+    tokenizer: Tokenizer | None
+    as_data: bool = False
+    colour: bool = False
+    round: int = 0
+
+    def __call__(self, step: StepOutput) -> None:
+        """Write one round; rounds that only cache chunks of prompts are numbered, not written."""
+        self.round += 1
+        if not step.requests:
+            return
+        record = self._record(step)
+        if self.as_data:
+            self.out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        else:
+            self.out.write("\n".join(self._drawing(record)) + "\n")
+        self.out.flush()
+
+    def _record(self, step: StepOutput) -> dict[str, Any]:
+        counts = step.plan.num_rows.tolist()
+        return {
+            "round": self.round,
+            "rows": step.num_tokens,
+            "tier": step.num_tokens,  # eager rounds are not padded
+            "budget": sum(counts) - len(counts),
+            "kind": step.plan.kind.name.lower(),
+            "requests": [
+                self._request(step, index, count - 1) for index, count in enumerate(counts)
+            ],
+        }
+
+    def _request(self, step: StepOutput, index: int, verified: int) -> dict[str, Any]:
+        request, emitted = step.requests[index], step.emitted[index]
+        root = request.tokens[len(request.tokens) - len(emitted) - 1]
+        return {
+            "request": request.request_id,
+            "root": self._token(root),
+            "drafts": list(self._drafts(step.drafts[index], verified, step.path[index])),
+            "emitted": [self._token(token) for token in emitted],
+            "finish_reason": request.finish_reason,
+        }
+
+    def _drafts(
+        self, draft: Draft | None, verified: int, path: list[int]
+    ) -> Iterator[dict[str, Any]]:
+        if draft is None:
+            return
+        tokens = draft.tokens.tolist() if isinstance(draft.tokens, Tensor) else draft.tokens
+        for row, token in enumerate(tokens, start=1):
+            fate = "rejected" if row <= verified else "not verified"
+            yield {
+                "row": row,
+                "parent": row - 1 if draft.parents is None else draft.parents[row - 1],
+                "token": self._token(token),
+                "fate": "accepted" if row in path else fate,
+                "survival": None if draft.survival is None else draft.survival[row - 1],
+            }
+
+    def _token(self, token: int) -> dict[str, Any]:
+        text = "" if self.tokenizer is None else self.tokenizer.decode([token])
+        return {"id": token, "text": text}
+
+    def _drawing(self, record: dict[str, Any]) -> Iterator[str]:
+        yield (
+            f"round {record['round']}: {record['rows']} rows in tier {record['tier']}, "
+            f"{record['kind']}, {record['budget']} drafts verified"
+        )
+        for request in record["requests"]:
+            emitted = " ".join(_show(token) for token in request["emitted"])
+            end = f" ({request['finish_reason']})" if request["finish_reason"] else ""
+            yield f"  #{request['request']} {_show(request['root'])} => {emitted}{end}"
+            yield from self._tree(request["drafts"], parent=0, indent="     ")
+            lookahead = [draft for draft in request["drafts"] if draft["parent"] < 0]
+            for draft in lookahead:
+                yield f"     ~ {self._node(draft)}"
+
+    def _tree(self, drafts: list[dict[str, Any]], parent: int, indent: str) -> Iterator[str]:
+        """Draw the children of a row: an only child goes on below, siblings branch."""
+        children = [draft for draft in drafts if draft["parent"] == parent]
+        for index, draft in enumerate(children):
+            if len(children) == 1:
+                yield indent + self._node(draft)
+                yield from self._tree(drafts, draft["row"], indent)
+                continue
+            is_last = index == len(children) - 1
+            yield indent + ("└ " if is_last else "├ ") + self._node(draft)
+            yield from self._tree(drafts, draft["row"], indent + ("  " if is_last else "│ "))
+
+    def _node(self, draft: dict[str, Any]) -> str:
+        survival = "" if draft["survival"] is None else f" {draft['survival']:.2f}"
+        text = f"{_MARKS[draft['fate']]} {_show(draft['token'])}{survival}"
+        return f"{_COLOURS[draft['fate']]}{text}{_RESET}" if self.colour else text
+
+
+def _show(token: dict[str, Any]) -> str:
+    return repr(token["text"]) if token["text"] else f"<{token['id']}>"
