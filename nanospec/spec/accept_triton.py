@@ -125,7 +125,7 @@ def _accept_kernel(
                     q_mass = 1.0
                     is_first = False
                 p_token = tl.load(p_now + token) / p_mass
-                q_token = tl.where(q_mass > 0, tl.load(q_now + token) / q_mass, 0.0)
+                q_token = tl.load(q_now + token) / q_mass
                 coin = tl.load(coins_ptr + base + child)
                 accepted = (q_token > 0) & (coin * q_token < p_token)
             if accepted:
@@ -144,8 +144,7 @@ def _accept_kernel(
                     column = at + lanes
                     inside = column < vocab_size
                     p = tl.load(p_now + column, mask=inside, other=0.0) / p_mass
-                    q = tl.load(q_now + column, mask=inside, other=0.0)
-                    q = tl.where(q_mass > 0, q / q_mass, 0.0)
+                    q = tl.load(q_now + column, mask=inside, other=0.0) / q_mass
                     rest = tl.where(column == token, 0.0, q)
                     left_p += tl.sum(tl.maximum(p - q, 0.0))
                     left_q += tl.sum(rest)
@@ -154,8 +153,7 @@ def _accept_kernel(
                     column = at + lanes
                     inside = column < vocab_size
                     p = tl.load(p_now + column, mask=inside, other=0.0) / p_mass
-                    q = tl.load(q_now + column, mask=inside, other=0.0)
-                    q = tl.where(q_mass > 0, q / q_mass, 0.0)
+                    q = tl.load(q_now + column, mask=inside, other=0.0) / q_mass
                     residual = tl.where(left_p > 0, tl.maximum(p - q, 0.0), p)
                     tl.store(work_p + column, residual, mask=inside)
                     tl.store(work_q + column, tl.where(column == token, 0.0, q), mask=inside)
@@ -164,14 +162,15 @@ def _accept_kernel(
                 p_now = work_p
                 q_now = work_q
                 p_mass = tl.where(left_p > 0, left_p, 1.0)
-                q_mass = left_q
+                q_mass = tl.where(left_q > 0, left_q, 1.0)  # q is all zero then
     if sampled:
         key = tl.load(keys_ptr + base + depth).to(tl.uint64, bitcast=True)
         best = -float("inf")
         for at in range(0, vocab_size, BLOCK):
             column = at + lanes
             p = tl.load(p_now + column, mask=column < vocab_size, other=0.0) / p_mass
-            score = tl.where(p > 0, tl.log(p) + _gumbel(key, column), -float("inf"))
+            log_p = tl.log(tl.where(p > 0, p, 1.0))
+            score = tl.where(p > 0, log_p + _gumbel(key, column), -float("inf"))
             top = tl.max(score)
             if top > best:
                 best = top
