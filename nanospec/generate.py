@@ -200,13 +200,13 @@ def _answer(
     request = llm.engine.add(_next_prompt(args, llm, conversation), params)
     while not request.is_finished:
         llm.engine.step()
-        if not args.json:
+        if not args.json and args.trace != "":  # a drawing is not interrupted by text
             sys.stdout.write(request.text.take())
             sys.stdout.flush()
     if args.json:
         print(json.dumps(_as_row(args.prompt, request), ensure_ascii=False), flush=True)
     else:
-        print(flush=True)
+        print(request.text.take(), flush=True)
     if args.stats or not args.json:
         print(_summary(request.stats, table=args.stats), file=sys.stderr)
     return 0

@@ -265,8 +265,8 @@ class StepOutput:
     path: list[list[int]]  # [R] rows of the accepted path, the root first, before stops
     committed: list[CommittedRows]  # chunks first, then the requests' paths
     features: list[Tensor]  # per tap [C, H], residual stream of the committed rows, in order
-    logits: Tensor  # [N, V] of the plan's packed rows
-    rows: PackedRows
+    logits: Tensor  # [N, V] of the packed rows
+    rows: PackedRows  # of the plan, perhaps without unused rows
     num_tokens: int  # rows of the whole forward
 
 

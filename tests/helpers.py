@@ -131,7 +131,7 @@ def make_llm(folder: Path, *, num_pages: int | None = None, **options: Any) -> L
         return llm
     config = llm.engine.model_config
     page = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    page *= options.get("page_size", 16)
+    page *= options.get("page_size", 16) * (2 if "draft" in options else 1)  # a drafter as large
     return LLM(str(folder), kv_cache_gib=(num_pages + 0.5) * page / 2**30, **options)
 
 

@@ -59,6 +59,7 @@ def pack(
     counts = plan.row_counts
     if counts is None:
         counts = plan.num_rows.tolist()  # synchronises: these backends plan on the host
+        rows = _first_rows(rows, sum(counts))
     is_masked = plan.kind > PlanKind.CHAIN
     chunk_ends = [chunk.request.kv_len + chunk.num_rows for chunk in chunks]
     batch = ForwardBatch(
@@ -68,11 +69,24 @@ def pack(
         qo_lens=[chunk.num_rows for chunk in chunks] + counts,
         kv_lens=chunk_ends + [start + count for start, count in zip(kv_lens, counts, strict=True)],
         page_tables=[chunk.request.pages for chunk in chunks] + [r.pages for r in requests],
-        logit_rows=torch.arange(first_row, first_row + plan.num_tokens, device=device),
+        logit_rows=torch.arange(first_row, first_row + sum(counts), device=device),
         num_masked=len(requests) if is_masked else 0,
         visibility=rows.words if is_masked else None,
     )
     return PackedStep(batch, rows, first_row)
+
+
+def _first_rows(rows: PackedRows, count: int) -> PackedRows:
+    """Leave the unused rows at the end away."""
+    return PackedRows(
+        token_ids=rows.token_ids[:count],
+        positions=rows.positions[:count],
+        slots=rows.slots[:count],
+        words=rows.words[:count],
+        request=rows.request[:count],
+        depth=rows.depth[:count],
+        offsets=rows.offsets,
+    )
 
 
 def _chunk_rows(chunks: Sequence[Segment], page_size: int) -> list[list[int]]:

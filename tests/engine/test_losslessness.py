@@ -1,0 +1,158 @@
+"""The law of the output is the target's, whatever is drafted: counted, through whole rounds.
+
+Each test draws at least 20,000 outputs of three tokens after a certain first one, over two to three
+rounds, and compares their joint law with the product of the target's own. Seeds are fixed, so the
+outcome is too.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec import SamplingParams
+from nanospec.spec.sampler import probabilities, sampling_rows
+from nanospec.spec.speculator import Speculator
+from nanospec.types import AcceptResult, PackedRows, Request, VerifyPlan
+from tests import helpers
+from tests.speculators import (
+    SMALL,
+    Mixed,
+    P,
+    PointMassTree,
+    SampledChain,
+    SampledTree,
+    run_tables,
+)
+
+DRAWS, BATCH = 20_000, 1000
+
+
+def next_token_law(**params: Any) -> Tensor:
+    """Return [V, V]: what follows each token, after the filters."""
+    own = SamplingParams(**({"temperature": 1.0} | params))
+    request = helpers.make_request([0], own)
+    rows = sampling_rows([request] * SMALL, SMALL, torch.device("cpu"))
+    return probabilities(P, rows).double()
+
+
+def joint_law(law: Tensor) -> Tensor:
+    """Return [V, V, V]: the three tokens after the certain first one, which is 0."""
+    return law[0][:, None, None] * law[:, :, None] * law[None, :, :]
+
+
+def draws(kind: type[Speculator], count: int = DRAWS, **params: Any) -> list[list[int]]:
+    """Return the three tokens after the first of many outputs."""
+    found = []
+    for start in range(0, count, BATCH):
+        requests = run_tables(kind, range(start, start + BATCH), **params)
+        found += [request.output_token_ids for request in requests]
+    assert all(len(tokens) == 4 and tokens[0] == 0 for tokens in found)
+    return [tokens[1:] for tokens in found]
+
+
+def chi_square(found: list[list[int]], law: Tensor) -> tuple[float, float]:
+    """Return the statistic of cells with 5 expected or more, and its 0.9999 quantile."""
+    index = torch.tensor(found) @ torch.tensor([SMALL**2, SMALL, 1])
+    counts = index.bincount(minlength=SMALL**3).double()
+    expected = law.flatten() * len(found)
+    assert float(counts[expected == 0].sum()) == 0, "something outside the support was drawn"
+    large = expected >= 5
+    counts = torch.cat((counts[large], counts[~large].sum()[None]))
+    expected = torch.cat((expected[large], expected[~large].sum()[None]))
+    live = expected > 0
+    statistic = float(((counts - expected)[live] ** 2 / expected[live]).sum())
+    freedom = int(live.sum()) - 1
+    # Wilson and Hilferty's approximation; 3.719 is the normal's 0.9999 quantile.
+    return statistic, freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def assert_lossless(kind: type[Speculator], **params: Any) -> None:
+    statistic, limit = chi_square(draws(kind, **params), joint_law(next_token_law(**params)))
+    assert statistic < limit
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 0.6},
+    {"top_k": 2},
+    {"top_p": 0.7},
+    {"min_p": 0.4},
+    {"temperature": 1.5, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree, Mixed])
+def test_the_joint_law_of_three_tokens_is_the_targets(kind: type[Speculator]) -> None:
+    assert_lossless(kind)
+
+
+@pytest.mark.parametrize("params", FILTERS[-1:])
+def test_it_is_with_filters_on_the_target_alone(params: dict[str, Any]) -> None:
+    assert_lossless(SampledTree, **params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree, Mixed])
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_it_is_with_every_filter(kind: type[Speculator], params: dict[str, Any]) -> None:
+    assert_lossless(kind, **params)
+
+
+def test_two_requests_of_one_batch_are_independent() -> None:
+    law = next_token_law()
+    found = draws(SampledChain, 2 * DRAWS)
+    pairs = [[*left[:2], right[0]] for left, right in zip(found[::2], found[1::2], strict=True)]
+    joint = law[0][:, None, None] * law[:, :, None] * law[0][None, None, :]
+    statistic, limit = chi_square(pairs, joint)
+    assert statistic < limit
+
+
+class ForgetsQ(SampledChain):
+    """Accepts a sampled draft with probability p instead of p / q: what a point mass would do."""
+
+    def accept(
+        self, plan: VerifyPlan, logits: Tensor, requests: list[Request], packed: PackedRows
+    ) -> AcceptResult:
+        """See `Speculator.accept`."""
+        if plan.probs is None:
+            return super().accept(plan, logits, requests, packed)
+        ones = torch.ones_like(plan.probs)
+        wrong = {name: getattr(plan, name) for name in VerifyPlan.__slots__} | {"probs": ones}
+        return super().accept(VerifyPlan(**wrong), logits, requests, packed)
+
+
+class WrongQ(SampledChain):
+    """Records q at another temperature than the drafts were drawn at."""
+
+    def propose(self, requests: list[Request]) -> list[Any]:
+        """See `Speculator.propose`."""
+        drafts = super().propose(requests)
+        for draft in drafts:
+            draft.probs.copy_((draft.probs.log() * 0.7).softmax(-1))
+        return list(drafts)
+
+
+class NoReplacement(SampledTree):
+    """Draws siblings without replacement, but lets acceptance think they are points."""
+
+    def accept(
+        self, plan: VerifyPlan, logits: Tensor, requests: list[Request], packed: PackedRows
+    ) -> AcceptResult:
+        """See `Speculator.accept`: the target's argmax decides, not its draw."""
+        return super().accept(plan, logits * 1.15, requests, packed)
+
+
+@pytest.mark.parametrize("kind", [ForgetsQ, WrongQ, NoReplacement])
+def test_a_biased_rule_is_detected(kind: type[Speculator]) -> None:
+    statistic, limit = chi_square(draws(kind), joint_law(next_token_law()))
+    assert statistic > limit
+
+
+@pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree])
+def test_drafts_are_accepted_and_rejected_often(kind: type[Speculator]) -> None:
+    """Without this a speculator that drafts nothing would pass for lossless."""
+    requests = run_tables(kind, range(500))
+    verified = sum(request.stats.offered[0] for request in requests)
+    accepted = sum(request.stats.kept[0] for request in requests)
+    assert verified >= 500 and 0.3 < accepted / verified < 0.95

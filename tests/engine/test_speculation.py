@@ -1,0 +1,376 @@
+"""Whatever is drafted, the output is plain decoding's, token for token; pages always balance."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanospec import LLM
+from nanospec.spec.registry import SPECULATORS
+from nanospec.spec.speculator import Speculator
+from tests import helpers
+from tests.speculators import RandomDrafts, oracle
+
+PROMPTS = [
+    *helpers.random_prompts(4, seed=3),
+    [*range(5, 15)] * 3,  # repeats itself, so that lookups find something
+    helpers.random_prompts(1, seed=9)[0] * 2,
+]
+
+
+@pytest.fixture(scope="module")
+def plain(qwen3: Path) -> dict[tuple[int, ...], list[int]]:
+    """Plain greedy continuations of the prompts."""
+    tokens = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, helpers.greedy(30))
+    return {tuple(prompt): own for prompt, own in zip(PROMPTS, tokens, strict=True)}
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make a speculator class known by the name `test`."""
+
+    def known_as_test(kind: type[Speculator]) -> str:
+        monkeypatch.setitem(SPECULATORS, "test", kind)
+        return "test"
+
+    yield known_as_test
+
+
+def kinds(plain: dict[tuple[int, ...], list[int]], name: str) -> type[Speculator] | str:
+    """Return a speculator by what it is like."""
+    return {
+        "random": RandomDrafts,
+        "right": oracle(plain, tree=False),
+        "right-tree": oracle(plain, tree=True),
+        "adversarial": oracle(plain, wrong_at=range(0, 63), tree=False),
+        "half": oracle(plain, wrong_at=range(3, 63, 4), tree=False),
+    }.get(name, name)
+
+
+ALL = ["random", "right", "right-tree", "adversarial", "half", "ngram", "trie", "draft"]
+ALL += ["examples.lookahead:LookaheadSpeculator"]
+
+
+def options_of(folder: Path, kind: Any, register: Any) -> dict[str, Any]:
+    name = kind if isinstance(kind, str) else register(kind)
+    return {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_greedy_output_is_that_of_plain_decoding(
+    qwen3: Path, plain: Any, register: Any, name: str, page_size: int
+) -> None:
+    options = options_of(qwen3, kinds(plain, name), register)
+    llm = helpers.make_llm(qwen3, page_size=page_size, max_draft_len=6, **options)
+    for _ in range(2):  # the second time with a warm prefix cache
+        assert helpers.token_ids(llm, PROMPTS, helpers.greedy(30)) == list(plain.values())
+    for prompt, own in plain.items():
+        assert helpers.token_ids(llm, [list(prompt)], helpers.greedy(30)) == [own]
+    assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_it_is_under_preemption_too(
+    qwen3: Path, plain: Any, register: Any, name: str, prefix_caching: bool
+) -> None:
+    options = options_of(qwen3, kinds(plain, name), register)
+    llm = helpers.make_llm(
+        qwen3,
+        page_size=3,
+        num_pages=34,
+        max_model_len=100,
+        max_num_batched_tokens=24,
+        max_num_seqs=5,
+        prefix_caching=prefix_caching,
+        **options,
+    )
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(30)) == list(plain.values())
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+# Other engines: vllm 41190 and PR 48245 (preemption with drafts in flight), vllm PR 16370 (slots
+# of drafts beyond the last page), sglang PR 33872 (drafts beyond a fixed number were corrupted).
+@pytest.mark.parametrize("name", ["random", "half", "right-tree", "draft", "trie"])
+@pytest.mark.parametrize("max_draft_len", [1, 5, 16])
+def test_aborts_and_preemptions_between_any_two_steps_change_nobody_else(
+    qwen3: Path, plain: Any, register: Any, name: str, max_draft_len: int
+) -> None:
+    options = options_of(qwen3, kinds(plain, name), register)
+    engine = helpers.make_llm(
+        qwen3, page_size=3, max_num_seqs=4, max_draft_len=max_draft_len, **options
+    ).engine
+    rng = random.Random(max_draft_len)
+    live = [engine.add(prompt, helpers.greedy(30)) for prompt in PROMPTS * 2]
+    done = list(live)
+    while engine.has_work:
+        engine.step()
+        running = engine.scheduler.running
+        if running and rng.random() < 0.3:
+            engine.scheduler._preempt(running[-1])
+        if rng.random() < 0.1:
+            engine.abort(rng.choice(live))
+        for request in running:
+            assert request.kv_len < len(request.tokens)
+            assert len(set(request.pages)) == len(request.pages)
+            assert request.stats.emitted <= request.num_output
+    assert engine.pages.num_free == engine.pages.num_pages
+    for request in done:
+        want = plain[tuple(request.prompt_token_ids)]
+        assert request.output_token_ids == want[: request.num_output]
+        assert request.finish_reason == "abort" or request.num_output == len(want)
+
+
+def test_an_oracle_is_accepted_whole_and_an_adversary_never(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    for name, length in (("right", 7.0), ("adversarial", 1.0)):
+        options = options_of(qwen3, kinds(plain, name), register)
+        llm = helpers.make_llm(qwen3, max_draft_len=6, **options)
+        (output,) = llm.generate(PROMPTS[0], helpers.greedy(29))
+        stats = output.stats
+        assert stats.acceptance_length == length and stats.emitted == 28
+        assert stats.drafted == stats.verified > 0
+        assert stats.acceptance_rates == [float(name == "right")] * 6
+
+
+# Other engines: llama.cpp 27117 (draft state shared between slots).
+def test_a_drafter_equal_to_the_target_is_always_right_alone_and_in_a_batch(qwen3: Path) -> None:
+    llm = helpers.make_llm(qwen3, draft=str(qwen3), max_draft_len=4)
+    outputs = llm.generate(PROMPTS, helpers.greedy(26))
+    assert [output.stats.acceptance_length for output in outputs] == [5.0] * len(PROMPTS)
+
+
+# Other engines: vllm 47930, sglang PR 19897 (no drafter context after a prefix hit: acceptance 1).
+def test_a_warm_prefix_cache_brings_the_drafters_context_along(qwen3: Path, llama: Path) -> None:
+    llm = helpers.make_llm(qwen3, draft=str(qwen3), max_draft_len=4, page_size=3)
+    prompt = PROMPTS[4]
+    cold = llm.generate(prompt, helpers.greedy(26))[0].stats
+    warm = llm.generate(prompt, helpers.greedy(26))[0].stats
+    assert cold.acceptance_length == warm.acceptance_length == 5.0
+    request = llm.engine.add(prompt, helpers.greedy(26))
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.scheduler._preempt(request)
+    while not request.is_finished:
+        llm.engine.step()
+    assert request.stats.rounds <= 7
+
+
+# Other engines: vllm 51771 (speculation must not lose prefix hits).
+def test_speculation_finds_the_prefixes_that_plain_decoding_finds(qwen3: Path) -> None:
+    hits = []
+    for options in ({}, {"speculator": "ngram"}, {"draft": str(qwen3)}):
+        llm = helpers.make_llm(qwen3, page_size=3, **options)
+        llm.generate(PROMPTS[4], helpers.greedy(8))
+        hits.append(len(llm.engine.pages.match(PROMPTS[4])[0]))
+    assert hits[0] == hits[1] == hits[2] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", ["random", "ngram", "trie", "draft", ALL[-1]])
+def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
+    qwen3: Path, plain: Any, register: Any, name: str, temperature: float
+) -> None:
+    params = [
+        helpers.greedy(20, temperature=temperature, seed=index, top_p=0.95)
+        for index in range(len(PROMPTS))
+    ]
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    options = options_of(qwen3, kinds(plain, name), register)
+    llm = helpers.make_llm(qwen3, acceptance="shared-noise", page_size=3, **options)
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.outputs[0].token_ids for output in outputs] == want
+    if name == "draft":  # the target itself: it draws what the target draws
+        assert all(output.stats.acceptance_length > 4.5 for output in outputs)
+
+
+def test_unseeded_requests_are_judged_by_rejection_and_seeded_ones_share_noise(
+    qwen3: Path, llama: Path
+) -> None:
+    engine = helpers.make_llm(qwen3, draft=str(qwen3)).engine
+    sampled = helpers.greedy(5, temperature=1.0)
+    assert not engine.add([5], sampled).shares_noise
+    assert engine.add([5], helpers.greedy(5, temperature=1.0, seed=1)).shares_noise
+    assert engine.add([5], helpers.greedy(5)).shares_noise
+    engine = helpers.make_llm(qwen3, draft=str(qwen3), acceptance="rejection").engine
+    assert not engine.add([5], helpers.greedy(5, temperature=1.0, seed=1)).shares_noise
+
+
+# Other engines: vllm PR 10198 and 42802 (parameters that speculation forgot).
+def test_rejection_with_a_drafter_that_is_the_target_accepts_all_with_any_filter(
+    qwen3: Path,
+) -> None:
+    llm = helpers.make_llm(qwen3, draft=str(qwen3), acceptance="rejection", max_draft_len=4)
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.3}):
+        params = helpers.greedy(26, **({"temperature": 1.0} | filters))
+        for output in llm.generate(PROMPTS, params):
+            assert output.stats.acceptance_length > 4.5
+
+
+# Other engines: vllm 7047 (every proposal empty), ds4 913 (another sampler without drafts).
+def test_without_drafts_a_speculating_engine_is_the_plain_one(qwen3: Path, register: Any) -> None:
+    class Silent(Speculator):
+        def propose(self, requests: Any) -> Any:
+            return [None] * len(requests)
+
+    params = helpers.greedy(12, temperature=1.0, seed=3)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    for acceptance in ("rejection", "shared-noise"):
+        options = {"speculator": register(Silent), "acceptance": acceptance}
+        assert helpers.token_ids(helpers.make_llm(qwen3, **options), PROMPTS, params) == want
+
+
+def test_a_request_may_opt_out_inside_a_speculating_batch(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    llm = helpers.make_llm(qwen3, **options_of(qwen3, kinds(plain, "right"), register))
+    params = [helpers.greedy(30, speculate=index % 2 == 0) for index in range(len(PROMPTS))]
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.outputs[0].token_ids for output in outputs] == list(plain.values())
+    for index, output in enumerate(outputs):
+        assert (output.stats.drafted > 0) == (index % 2 == 0)
+
+
+# Other engines: koboldcpp 1276, vllm PR 41493, sglang 31599 and 39826 (stops inside a block).
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_stop_inside_an_accepted_block_is_exact(
+    qwen3: Path, plain: Any, register: Any, at: int
+) -> None:
+    llm = helpers.make_llm(
+        qwen3, max_draft_len=6, **options_of(qwen3, kinds(plain, "right"), register)
+    )
+    free = plain[tuple(PROMPTS[0])]
+    first = free.index(free[at])
+    output = llm.generate(PROMPTS[0], helpers.greedy(30, stop_token_ids=[free[at]]))[0]
+    completion, stats = output.outputs[0], output.stats
+    assert completion.token_ids == free[: first + 1] and completion.finish_reason == "stop"
+    assert stats.tokens == first + 1 and stats.emitted == first
+    assert stats.accepted <= stats.emitted and sum(stats.kept) == stats.accepted
+    assert all(kept <= offered for kept, offered in zip(stats.kept, stats.offered, strict=True))
+    output = llm.generate(PROMPTS[0], helpers.greedy(at))[0]
+    assert output.outputs[0].token_ids == free[:at]
+    assert output.outputs[0].finish_reason == "length" and output.stats.tokens == at
+    text = llm.tokenizer.decode(free[at : at + 1]) if llm.tokenizer else ""
+    if text.strip():
+        output = llm.generate(PROMPTS[0], helpers.greedy(30, stop=text))[0]
+        alone = helpers.make_llm(qwen3).generate(PROMPTS[0], helpers.greedy(30, stop=text))[0]
+        assert output.outputs == alone.outputs and output.stats.tokens == alone.stats.tokens
+
+
+def test_a_drafted_eos_that_is_rejected_ends_nothing(qwen3: Path, register: Any) -> None:
+    class Eos(Speculator):
+        def propose(self, requests: Any) -> Any:
+            from nanospec.types import Draft
+
+            return [Draft([helpers.EOS] * request.max_drafts) for request in requests]
+
+    llm = helpers.make_llm(qwen3, speculator=register(Eos))
+    params = helpers.greedy(20, ignore_eos=False)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    assert helpers.token_ids(llm, PROMPTS, params) == want
+
+
+def test_min_tokens_holds_inside_a_block(qwen3: Path, plain: Any, register: Any) -> None:
+    free = plain[tuple(PROMPTS[0])]
+    params = helpers.greedy(20, stop_token_ids=free[2:5], min_tokens=9)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    for name in ("right", "ngram"):
+        options = options_of(qwen3, kinds(plain, name), register)
+        llm = helpers.make_llm(qwen3, **options)
+        assert helpers.token_ids(llm, PROMPTS, params) == want
+
+
+# Other engines: lorax 474, TRT-LLM 16826 (drafts beyond the context, or counted into the limit).
+def test_the_end_of_the_context_is_reached_exactly(qwen3: Path, register: Any) -> None:
+    options = options_of(qwen3, RandomDrafts, register)
+    llm = helpers.make_llm(qwen3, max_model_len=24, page_size=3, max_draft_len=16, **options)
+    for length in (1, 10, 21, 22, 23):
+        params = helpers.greedy(None)  # type: ignore[arg-type]
+        output = llm.generate([5] * length, params)[0].outputs[0]
+        assert len(output.token_ids) == 24 - length and output.finish_reason == "length"
+
+
+# Other engines: vllm 57941 and PR 24662 (a drafter with a shorter context than the target).
+def test_a_request_past_the_drafters_context_goes_on_without_drafts(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    short = helpers.make_checkpoint(tmp_path, "qwen3", max_position_embeddings=40)
+    llm = helpers.make_llm(qwen3, draft=str(short), max_draft_len=4)
+    prompts = [[5, 6, 7], [*range(5, 45)]]
+    want = helpers.token_ids(helpers.make_llm(qwen3), prompts, helpers.greedy(60))
+    outputs = llm.generate(prompts, helpers.greedy(60))
+    assert [output.outputs[0].token_ids for output in outputs] == want
+    assert outputs[0].stats.drafted > 0 and outputs[1].stats.drafted == 0
+
+
+def test_drafts_give_their_pages_up_before_anybody_is_preempted(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    options = options_of(qwen3, kinds(plain, "adversarial"), register)
+    lengths = sum(len(prompt) + 30 for prompt in PROMPTS[:2])
+    llm = helpers.make_llm(
+        qwen3, page_size=1, num_pages=lengths, max_model_len=lengths, max_draft_len=16, **options
+    )
+    tokens = helpers.token_ids(llm, PROMPTS[:2], helpers.greedy(30))
+    assert tokens == list(plain.values())[:2]
+    assert llm.engine.scheduler.num_preemptions == 0
+
+
+def test_a_vocabulary_that_is_not_the_targets_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    other = helpers.make_checkpoint(tmp_path, "qwen3", vocab_size=helpers.VOCAB_SIZE + 1)
+    with pytest.raises(ValueError, match="321 tokens, the target one of 320"):
+        LLM(str(qwen3), draft=str(other), device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALL)
+def test_on_a_gpu_speculation_gives_the_output_of_plain_decoding(
+    qwen3: Path, plain: Any, register: Any, name: str
+) -> None:
+    """In float32 through the torch backend, with every Triton kernel; exact but for near-ties."""
+    options = options_of(qwen3, kinds(plain, name), register)
+    llm = helpers.make_llm(
+        qwen3, device="cuda", attention="torch", kv_cache_gib=0.05, page_size=3, **options
+    )
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(30)) == list(plain.values())
+    params = [helpers.greedy(20, temperature=0.8, seed=index) for index in range(len(PROMPTS))]
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    assert helpers.token_ids(llm, PROMPTS, params) == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["none", "ngram", "trie", "draft", ALL[-1]])
+def test_flashinfer_serves_every_speculator(tmp_path: Path, name: str) -> None:
+    folder = helpers.make_checkpoint(tmp_path, "qwen3", head_dim=64)
+    options = {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
+    llm = LLM(str(folder), device="cuda", kv_cache_gib=0.1, max_model_len=256, **options)
+    plain = LLM(str(folder), device="cuda", kv_cache_gib=0.1, max_model_len=256)
+    got = helpers.token_ids(llm, PROMPTS, helpers.greedy(30))
+    want = helpers.token_ids(plain, PROMPTS, helpers.greedy(30))
+    reference = helpers.load_reference(folder)
+    for prompt, left, right in zip(PROMPTS, got, want, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)
+        if at is None:
+            continue
+        logits = helpers.reference_logits(reference, list(prompt) + right[:at])[-1]
+        gap = abs(float(logits[left[at]] - logits[right[at]]))
+        assert gap < 0.02 * float(logits.max() - logits.min()), "no near-tie"
+    assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("acceptance", ["rejection", "shared-noise"])
+def test_a_drafter_equal_to_the_target_is_accepted_on_a_gpu(
+    tmp_path: Path, acceptance: str
+) -> None:
+    folder = helpers.make_checkpoint(tmp_path, "qwen3", head_dim=64)
+    options = {"draft": str(folder), "acceptance": acceptance, "max_draft_len": 4}
+    llm = LLM(str(folder), device="cuda", kv_cache_gib=0.1, max_model_len=256, **options)
+    outputs = llm.generate(PROMPTS, helpers.greedy(26, temperature=0.9, top_p=0.95))
+    rounds = sum(output.stats.rounds for output in outputs)
+    assert sum(output.stats.emitted for output in outputs) / rounds > 4.0
