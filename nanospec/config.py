@@ -5,6 +5,7 @@ Both are frozen and refuse what cannot work; neither knows tensors.
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -60,15 +61,15 @@ class EngineConfig:
         _parse_schedule(self.adaptive, self.max_draft_len)
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} is out of range; pass 1 or more")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}={value!r} is out of range; pass an integer, 1 or more")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
                 f"max_num_seqs={self.max_num_seqs}, so a step could not advance every request; "
                 f"raise the first or lower the second"
             )
-        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
+        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < math.inf:
             raise ConfigError(f"kv_cache_gib={self.kv_cache_gib} is out of range; pass more than 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
@@ -198,6 +199,12 @@ class ModelConfig:
         _refuse_unsupported(config)
         num_heads = _get(config, "num_attention_heads")
         hidden_size = _get(config, "hidden_size")
+        num_kv_heads, head_dim = num_heads, hidden_size // num_heads
+        if config.get("num_key_value_heads") is not None:
+            num_kv_heads = _get(config, "num_key_value_heads")
+        if config.get("head_dim") is not None:
+            head_dim = _get(config, "head_dim")
+        _check_heads(num_heads, num_kv_heads, head_dim)
         eos = (generation or {}).get("eos_token_id", config.get("eos_token_id"))
         return cls(
             architecture=architecture,
@@ -206,29 +213,46 @@ class ModelConfig:
             intermediate_size=_get(config, "intermediate_size"),
             num_layers=_get(config, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             rms_norm_eps=_get(config, "rms_norm_eps"),
             max_position_embeddings=_get(config, "max_position_embeddings"),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             qk_norm=architecture == "Qwen3ForCausalLM",
             rope=_rope(config, architecture),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            eos_token_ids=tuple(_as_list(eos)),
+            eos_token_ids=_token_ids(eos),
         )
 
 
 def _get(config: Mapping[str, Any], name: str) -> Any:
+    """Return a positive number of a config."""
     value = config.get(name)
     if value is None:
         raise CheckpointError(f"config.json gives no {name}")
+    if not _is_number(value) or value <= 0:
+        raise CheckpointError(f"config.json gives {name}={value!r}; it must be a positive number")
     return value
 
 
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """Return one token id, a list of them, or none, as a tuple."""
+    ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    if not all(type(token) is int for token in ids):
+        raise CheckpointError(f"eos_token_id={value!r} is neither a token id nor a list of them")
+    return tuple(ids)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads != 0 or head_dim % 2 != 0:
+        raise CheckpointError(
+            f"config.json gives {num_heads} query heads for {num_kv_heads} key heads of width "
+            f"{head_dim}; the first must be a multiple of the second, and the width even"
+        )
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -259,11 +283,16 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any], architecture: str) -> RopeConfig:
-    """Read RoPE from `rope_parameters` (newer) or from `rope_theta` and `rope_scaling` (older)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """Read RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (older)."""
+    newer, older = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(newer, Mapping) or not isinstance(older, Mapping):
+        raise CheckpointError("rope_parameters and rope_scaling of config.json must be objects")
+    # rope_scaling wins, as in transformers: people add it by hand to a newer config.
+    parameters = dict(older or newer)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
+    thetas = (parameters.pop("rope_theta", None), newer.get("rope_theta"), config.get("rope_theta"))
+    theta = next((each for each in thetas if each is not None), None)
     if theta is None and architecture == "LlamaForCausalLM":
         theta = 10000.0  # the first Llama configs leave it out
     if theta is None:
@@ -271,9 +300,11 @@ def _rope(config: Mapping[str, Any], architecture: str) -> RopeConfig:
     if kind not in _ROPE_NEEDS:
         known = ", ".join(_ROPE_NEEDS)
         raise CheckpointError(f"RoPE of kind {kind!r} is not supported; supported are {known}")
-    missing = [name for name in _ROPE_NEEDS[kind] if parameters.get(name) is None]
+    missing = [name for name in _ROPE_NEEDS[kind] if not _is_number(parameters.get(name))]
     if missing:
-        raise CheckpointError(f"RoPE of kind {kind!r} needs {', '.join(missing)} in config.json")
+        raise CheckpointError(
+            f"RoPE of kind {kind!r} needs the numbers {', '.join(missing)} in config.json"
+        )
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError("config.json asks for a partial_rotary_factor; it is not supported")
     if kind == "yarn":

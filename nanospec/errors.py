@@ -18,7 +18,7 @@ class PlanError(NanospecError):
 
 
 class OutOfPagesError(NanospecError):
-    """The KV cache is full. Users see it only for a request that cannot fit even alone."""
+    """The KV cache is full. Users never see it: a request that is taken fits when alone."""
 
 
 class BackendUnavailableError(NanospecError):

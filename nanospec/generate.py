@@ -8,13 +8,14 @@ stderr and exit code 2.
 """
 
 import argparse
+import io
 import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,10 +31,21 @@ from nanospec.stats import Stats
 from nanospec.trace import Tracer
 from nanospec.types import Request, SamplingParams
 
+# Command-line options that are fields of SamplingParams.
+_SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+    *("stop", "ignore_eos"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:
+        print("nanospec: error: stdout is closed; redirect it to /dev/null", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says: models speak Unicode
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(stream=sys.stderr, level=level, format="%(name)s: %(message)s")
     try:
@@ -44,9 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("nanospec: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read stdout is gone; keep Python from flushing into the void
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        # Perhaps stdout is full, or its reader gone: keep Python from flushing it again at exit.
+        with suppress(io.UnsupportedOperation):  # no file below, as under a test's capture
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 1
+        print(f"nanospec: error: {error}", file=sys.stderr)
+        return 2
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -95,7 +112,7 @@ def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
     add("--top-p", type=float, default=1.0, help="keep the fewest tokens that reach this mass")
     add("--min-p", type=float, default=0.0, help="least probability, relative to the largest")
     add("--seed", type=int, default=0, help="of the random numbers; row i of a file uses seed + i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="text that ends the output")
+    add("--stop", action="append", metavar="TEXT", help="text that ends the output")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
@@ -153,21 +170,24 @@ def _run(args: argparse.Namespace) -> int:
     }
     EngineConfig.from_options(engine_options)  # options are wrong sooner than a model is loaded
     conversations = _read_conversations(args)
-    finished = set()
+    rows: dict[int, dict[str, Any]] = {}
     if args.output is not None:
-        finished = finished_rows(args.output, conversations, resume=args.resume)
-    todo = [each for each in conversations if each.index not in finished]
+        rows = finished_rows(args.output, conversations, _run_options(args), resume=args.resume)
+    todo = [each for each in conversations if each.index not in rows]
     llm = LLM(**engine_options)
     with _tracing(args, llm):
         if args.prompts is None:
             return _answer(args, llm, params, todo[0])
-        return _answer_file(args, llm, params, todo)
+        return _answer_file(args, llm, params, todo, rows)
+
+
+def _run_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a row's text depends on; a run is resumed with the same."""
+    return {name: getattr(args, name) for name in ("model", "chat", *_SAMPLING)}
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    options = {name: getattr(args, name) for name in (*names, "stop", "ignore_eos")}
-    return SamplingParams(**options)
+    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING})
 
 
 def _read_conversations(args: argparse.Namespace) -> list[Conversation]:
@@ -213,9 +233,13 @@ def _answer(
 
 
 def _answer_file(
-    args: argparse.Namespace, llm: LLM, params: SamplingParams, todo: list[Conversation]
+    args: argparse.Namespace,
+    llm: LLM,
+    params: SamplingParams,
+    todo: list[Conversation],
+    rows: dict[int, dict[str, Any]],
 ) -> int:
-    """Answer the rows of a file; each is written as soon as its last turn is answered."""
+    """Answer the rows of a file that are left; each is written once its last turn is answered."""
     prompts = [_next_prompt(args, llm, each) for each in todo]
     own = [replace(params, seed=(params.seed or 0) + each.index) for each in todo]
     for conversation, prompt, each in zip(todo, prompts, own, strict=True):
@@ -224,21 +248,22 @@ def _answer_file(
         except NanospecError as error:
             raise ConfigError(f"{args.prompts}, row {conversation.index + 1}: {error}") from error
     running = {llm.engine.add(p, o): c for c, p, o in zip(todo, prompts, own, strict=True)}
-    total, rows = Stats(), []
+    total, failed = Stats(), 0
     started = time.perf_counter()
     with tqdm(total=len(todo), unit="row", file=sys.stderr) as progress:
         for conversation in _finished(args, llm, running):
             for reply in conversation.replies:
                 total.add(reply.stats)
-            rows.append(_conversation_row(conversation))
-            _write_row(args, rows[-1])
+            row = _conversation_row(conversation) | {"run": _run_options(args)}
+            rows[conversation.index] = row
+            failed += "error" in row
+            _write_row(args, row)
             progress.update()
     total.seconds = time.perf_counter() - started
     if args.json:
-        document = {"stats": total.as_dict(), "outputs": sorted(rows, key=lambda r: r["index"])}
+        document = {"stats": total.as_dict(), "outputs": [rows[index] for index in sorted(rows)]}
         print(json.dumps(document, ensure_ascii=False), flush=True)
     print(_summary(total, table=args.stats), file=sys.stderr)
-    failed = sum("error" in row for row in rows)
     if failed:
         print(f"nanospec: {failed} rows ended early, see their field error", file=sys.stderr)
     return 1 if failed else 0

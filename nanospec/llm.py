@@ -77,8 +77,9 @@ class LLM:
 
         Raises:
             ConfigError: a prompt or parameter cannot work; then nothing is generated.
-            OutOfPagesError: a request would not fit the KV cache even alone.
         """
+        if isinstance(prompts, Mapping):
+            raise ConfigError("prompts are strings or token ids, not dictionaries")
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and _is_token_ids(prompts))
         batch = cast(Sequence[Prompt], [prompts] if is_one else prompts)
         return self._run([self.encode(prompt) for prompt in batch], sampling_params)
@@ -98,7 +99,7 @@ class LLM:
             chat_template_kwargs: more variables of the template, e.g. `{"enable_thinking": False}`.
 
         Raises:
-            ConfigError, OutOfPagesError: see `generate`; also a model without a chat template.
+            ConfigError: see `generate`; also a model without a chat template.
         """
         is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
         batch = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
@@ -162,7 +163,7 @@ def output_of(request: Request) -> RequestOutput:
 
 def _is_token_ids(value: Any) -> TypeGuard[Sequence[int]]:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_sequence and all(isinstance(item, int) for item in value)
+    return is_sequence and all(type(item) is int for item in value)
 
 
 def _params_per_prompt(

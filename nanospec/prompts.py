@@ -45,7 +45,7 @@ def read_prompts(path: Path) -> list[Conversation]:
 def _read_prompt(where: str, index: int, line: str) -> Conversation:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too deep, or a number too long, is no better
         raise ConfigError(f"{where} is not JSON: {error}") from error
     known = ("prompt", "question", "turns")
     names = [name for name in known if name in row] if isinstance(row, dict) else []
@@ -69,31 +69,59 @@ def _is_turn(turn: Any) -> bool:
     return isinstance(turn, list) and bool(turn) and all(isinstance(t, int) for t in turn)
 
 
-def finished_rows(path: Path, conversations: list[Conversation], *, resume: bool) -> set[int]:
+def finished_rows(
+    path: Path, conversations: list[Conversation], run: dict[str, Any], *, resume: bool
+) -> dict[int, dict[str, Any]]:
     """Return the rows that an output file holds, and cut off a line left incomplete there.
 
+    Args:
+        path: of the output file, which may not exist yet.
+        conversations: what is to be answered.
+        run: model and sampling options, which every row states.
+        resume: whether the file may hold rows already.
+
+    Returns:
+        The finished rows, by index.
+
     Raises:
-        ConfigError: the file cannot be written, belongs to other prompts, or exists although the
-            run is not to be resumed.
+        ConfigError: the file cannot be written, belongs to other prompts or options, or holds
+            something although the run is not to be resumed.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--output {path} is no file")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is no folder; --output {path} cannot be written")
     if not path.exists() or path.stat().st_size == 0:
-        return set()
+        return {}
     if not resume:
         raise ConfigError(f"{path} exists; pass --resume to go on with it, or another --output")
     content = path.read_bytes()
     complete = content[: content.rfind(b"\n") + 1]
-    finished = set()
-    for number, line in enumerate(_lines(complete.decode()), start=1):
-        try:
-            row = json.loads(line)
-            index, source = row["index"], row["prompt"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(f"{path}, line {number} is no row that --output wrote") from None
-        if index >= len(conversations) or conversations[index].source != source:
-            raise ConfigError(f"{path}, line {number} belongs to other prompts")
-        finished.add(index)
+    rows = {}
+    for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
+        row = _read_row(f"{path}, line {number}", line, conversations, run)
+        rows[row["index"]] = row
     if len(complete) < len(content):
         os.truncate(path, len(complete))
-    return finished
+    return rows
+
+
+def _read_row(
+    where: str, line: bytes, conversations: list[Conversation], run: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        index, source, own = row["index"], row["prompt"], row["run"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{where} is no row that --output wrote") from None
+    known = type(index) is int and 0 <= index < len(conversations)
+    if not known or conversations[index].source != source:
+        raise ConfigError(f"{where} belongs to other prompts")
+    different = sorted(name for name in run if own.get(name) != run[name])
+    if different:
+        name = different[0]
+        raise ConfigError(
+            f"{where} was made with {name}={own.get(name)!r}, this run has {run[name]!r}; resume "
+            f"with the same options, or write another --output"
+        )
+    return row

@@ -6,7 +6,6 @@ would bring the same with several seconds of imports, is not needed.
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from nanospec.errors import CheckpointError, ConfigError
 
 Message = Mapping[str, Any]
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 # How many prompt tokens precede the output when it is decoded, so that decoders which strip a
 # leading space (SentencePiece style) see that the output continues a text.
@@ -61,8 +62,12 @@ class Tokenizer:
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a raw prompt, with the special tokens the model starts with."""
-        return list(self._tokenizer.encode(text).ids)
+        """Return the token ids of a raw prompt, with the special tokens the model starts with.
+
+        Raises:
+            ConfigError: it is not valid Unicode.
+        """
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; special tokens have none."""
@@ -78,30 +83,34 @@ class Tokenizer:
         Raises:
             ConfigError: there is no template, or it rejects the messages.
         """
-        text = self._render(messages, variables)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(self._render(messages, variables), add_special_tokens=False)
 
-    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair, or bytes that are no text
+            raise ConfigError(f"the prompt is not valid Unicode: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _render(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         if self._template is None:
             raise ConfigError("this model has no chat template; pass a raw prompt (--no-chat)")
-        import jinja2.ext  # imported here: a raw prompt needs no template engine
-        import jinja2.sandbox
+        import jinja2  # imported here, like what follows: a raw prompt needs no template engine
 
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        special = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        from nanospec.template import new_environment
+
+        special = {name: self._special(name) or "" for name in _SPECIAL_TOKENS}
         try:
-            return environment.from_string(self._template).render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                **special,
-                **variables,
+            return (
+                new_environment()
+                .from_string(self._template)
+                .render(
+                    messages=[dict(message) for message in messages],
+                    add_generation_prompt=True,
+                    **(special | variables),
+                )
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"the chat template rejects the messages: {error}") from error
 
     def _special(self, name: str) -> str | None:
@@ -127,7 +136,8 @@ class TextStream:
         self._hold = max((len(string) for string in stop), default=1) - 1
         self._ids = list(prompt[-_PROMPT_TAIL:])
         self._start = 0  # decoding starts here, far enough back to be independent of what precedes
-        self._done = len(self._ids)  # tokens before this one are in `text`
+        self._done = len(self._ids)  # decoding starts here once the text so far is complete
+        self._seen = len(self._decode())  # characters from `_start` on that are in `text`
         self._shown = 0  # characters that `take` has handed out
 
     def push(self, token_id: int, *, may_stop: bool = True) -> bool:
@@ -153,15 +163,19 @@ class TextStream:
         self._shown = end
         return new
 
+    def _decode(self) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(self._ids[self._start :])
+
     def _decode_new(self, *, is_last: bool) -> str:
-        if self._tokenizer is None:
-            return ""
-        known = self._tokenizer.decode(self._ids[self._start : self._done])
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if len(text) <= len(known) or (text.endswith("\ufffd") and not is_last):
-            return ""  # no text yet, or the bytes of a character are still incomplete
-        self._start, self._done = self._done, len(self._ids)
-        return text[len(known) :]
+        """Return new text, but for the bytes of a last character that is still incomplete."""
+        text = self._decode()
+        safe = text if is_last else text.rstrip("\ufffd")
+        new = safe[self._seen :]
+        self._seen = max(self._seen, len(safe))
+        if new and safe == text:
+            self._start, self._done = self._done, len(self._ids)
+            self._seen = len(self._decode())
+        return new
 
     def _cut_at_stop(self, old_len: int) -> bool:
         matches = []
@@ -173,8 +187,7 @@ class TextStream:
             return False
         _, start = min(matches)
         self.text = self.text[:start]
-        self._done = len(self._ids)  # nothing is left to decode
-        self._start = self._done
+        self._start = self._done = len(self._ids)  # nothing is left to decode
         self._hold = 0
         return True
 
@@ -189,7 +202,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
@@ -199,19 +212,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} is not readable text: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = {each.get("name"): each.get("template") for each in template}
+        template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML, which chat templates do not expect.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_template_error(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)

@@ -52,12 +52,18 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     max_tokens: int | None = 16  # None: as many as the context holds
     min_tokens: int = 0  # no stop of any kind before so many tokens
-    stop: str | Sequence[str] = ()  # text that ends the output and is cut off
-    stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
+    stop: str | Sequence[str] | None = None  # text that ends the output and is cut off
+    stop_token_ids: Sequence[int] | None = None  # tokens that end it, beside the model's own
     ignore_eos: bool = False  # go on after the model's end-of-sequence tokens
     speculate: bool = True  # False: decode this request plainly, even inside a speculating batch
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "max_tokens", "min_tokens"):
+            value = getattr(self, name)
+            optional = value is None and name in ("seed", "max_tokens")
+            _require(optional or type(value) is int, f"{name}={value!r}", "an integer")
+        ids = self.stop_ids
+        _require(all(type(i) is int for i in ids), f"stop_token_ids={list(ids)}", "integers")
         _require(0 <= self.temperature < math.inf, f"temperature={self.temperature}", "0 or more")
         _require(self.top_k >= -1, f"top_k={self.top_k}", "1 or more, or 0 to keep all tokens")
         _require(0 <= self.top_p <= 1, f"top_p={self.top_p}", "between 0 and 1")
@@ -74,7 +80,12 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` as a tuple."""
+        return tuple(self.stop_token_ids or ())
 
     @property
     def is_greedy(self) -> bool:

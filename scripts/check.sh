@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks of the project: lint, format, types, tests.
+# All checks of the project: lint, format, types, tests (arguments go to pytest).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .

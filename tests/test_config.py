@@ -49,6 +49,9 @@ def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
         {"max_num_batched_tokens": 8, "max_num_seqs": 9},
         {"kv_cache_gib": 0},
         {"kv_cache_gib": float("nan")},
+        {"kv_cache_gib": float("inf")},
+        {"page_size": "16"},
+        {"max_num_seqs": 2.0},
         {"gpu_memory_utilization": 0},
         {"gpu_memory_utilization": 1.5},
     ],
@@ -85,6 +88,15 @@ def test_head_dim_is_read_where_given_and_derived_where_not() -> None:
             7,
         ),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 7}}, "default", 7),
+        (  # added by hand to a newer config: it wins, as in transformers
+            {
+                "rope_theta": None,
+                "rope_parameters": {"rope_theta": 7, "rope_type": "default"},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            "yarn",
+            7,
+        ),
     ],
 )
 def test_rope_is_read_from_every_layout(keys: dict[str, Any], kind: str, theta: float) -> None:
@@ -119,6 +131,14 @@ def test_only_llama_may_leave_out_theta() -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"head_dim": 13}, "even"),
+        ({"rope_parameters": "yarn"}, "must be objects"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor"),
+        ({"eos_token_id": "1"}, "eos_token_id"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(keys: dict[str, Any], named: str) -> None:

@@ -110,8 +110,9 @@ def test_without_an_output_file_rows_go_to_stdout(
     assert [row["index"] for row in document["outputs"]] == [0, 1]
 
 
+@pytest.mark.parametrize("kept", [0, 2])
 def test_an_interrupted_run_is_resumed_where_it_stopped(
-    qwen3: Path, tmp_path: Path, capsys: Capture
+    qwen3: Path, tmp_path: Path, capsys: Capture, kept: int
 ) -> None:
     rows = [{"prompt": f"owl {index}"} for index in range(5)]
     prompts = write_prompts(tmp_path / "in.jsonl", rows)
@@ -119,17 +120,119 @@ def test_an_interrupted_run_is_resumed_where_it_stopped(
     sampling = ("--temperature", "0.9", "--seed", "3")
     assert cli(qwen3, "--prompts", str(prompts), "--output", str(whole), *sampling) == 0
     lines = whole.read_text().splitlines(keepends=True)
-    broken.write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of a line
+    broken.write_text("".join(lines[:kept]) + lines[kept][:20])  # killed in the middle of a line
     arguments = ("--prompts", str(prompts), "--output", str(broken), *sampling)
     assert cli(qwen3, *arguments) == 2  # nothing is overwritten by mistake
     assert "--resume" in capsys.readouterr().err
-    assert cli(qwen3, *arguments, "--resume") == 0
+    assert cli(qwen3, *arguments, "--resume", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["index"] for row in document["outputs"]] == [0, 1, 2, 3, 4]
 
     def key(path: Path) -> list[tuple[int, list[int]]]:
         return sorted((row["index"], row["token_ids"]) for row in read_rows(path))
 
     assert key(broken) == key(whole)
-    assert broken.read_text().startswith("".join(lines[:2]))
+    assert broken.read_text().startswith("".join(lines[:kept]))
+
+
+def test_rows_are_written_as_they_finish(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from nanospec.engine.engine import Engine
+
+    rows = [{"prompt": "owl"}, {"turns": ["owl", "again", "again"]}]
+    prompts, output = write_prompts(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    step, lengths = Engine.step, []
+
+    def interrupted(engine: Engine) -> object:
+        lengths.append(len(output.read_text().splitlines()) if output.exists() else 0)
+        if lengths[-1] == 1:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert cli(qwen3, "--prompts", str(prompts), "--output", str(output)) == 130
+    assert [row["index"] for row in read_rows(output)] == [0]
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_text_is_written_while_it_is_made(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from nanospec.engine.engine import Engine
+
+    step, seen = Engine.step, []
+
+    def watched(engine: Engine) -> object:
+        seen.append(capsys.readouterr().out)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    assert cli(qwen3, "the owl", "--no-chat") == 0
+    assert sum(bool(text) for text in seen) >= 3
+
+
+def test_each_row_of_a_file_has_a_seed_of_its_own(
+    qwen3: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    prompts = write_prompts(tmp_path / "in.jsonl", [{"prompt": "owl"}] * 3)
+    options = ("--prompts", str(prompts), "--json", "--temperature", "1", "--seed")
+    assert cli(qwen3, *options, "4") == 0
+    first = json.loads(capsys.readouterr().out)["outputs"]
+    assert cli(qwen3, *options, "5") == 0
+    second = json.loads(capsys.readouterr().out)["outputs"]
+    assert len({tuple(row["token_ids"]) for row in first}) == 3
+    assert first[1]["token_ids"] == second[0]["token_ids"]
+
+
+def test_resuming_with_other_options_is_refused(
+    qwen3: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    prompts = write_prompts(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    arguments = ("--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl"))
+    assert cli(qwen3, *arguments) == 0
+    assert cli(qwen3, *arguments, "--resume", "--temperature", "2") == 2
+    assert "temperature=0.0, this run has 2.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"index": "0", "prompt": "a", "run": {}}',
+        '{"index": -1, "prompt": "a", "run": {}}',
+        '{"index": 7, "prompt": "a", "run": {}}',
+        '{"prompt": "a"}',
+        "[1]",
+        "\xff",
+        "[" * 100_000,
+    ],
+)
+def test_an_output_that_is_not_ours_is_refused_and_kept(
+    qwen3: Path, tmp_path: Path, capsys: Capture, content: str
+) -> None:
+    prompts, output = write_prompts(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out"
+    output.write_bytes(content.encode("latin-1") + b"\n")
+    before = output.read_bytes()
+    assert cli(qwen3, "--prompts", str(prompts), "--output", str(output), "--resume") == 2
+    assert capsys.readouterr().err.count("\n") == 1 and output.read_bytes() == before
+
+
+@pytest.mark.parametrize("output", [".", "/proc/out.jsonl", "/dev/full"])
+def test_an_output_that_cannot_be_written_is_one_line(
+    qwen3: Path, tmp_path: Path, capsys: Capture, output: str
+) -> None:
+    prompts = write_prompts(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    assert cli(qwen3, "--prompts", str(prompts), "--output", output) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("redirect", [">&-", ">/dev/full", "| true"])
+def test_a_stdout_that_takes_nothing_is_no_traceback(qwen3: Path, redirect: str) -> None:
+    command = f"{sys.executable} -m nanospec.generate --model {qwen3} --device cpu hi {redirect}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, errors="replace"
+    )
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 def test_resuming_with_other_prompts_is_refused(
@@ -170,6 +273,9 @@ def test_a_dialogue_that_outgrows_the_context_keeps_its_first_replies(
         ('{"turns": []}\n', "line 1: turns is empty"),
         ('{"turns": "a"}\n', "line 1: turns is empty"),
         ('{"prompt": ["a"]}\n', "line 1: prompt is empty or is not text"),
+        ("[" * 100_000 + "\n", "line 1 is not JSON"),
+        ('{"prompt": ' + "1" * 5000 + "}\n", "line 1 is not JSON"),
+        ('{"prompt": "\\ud800"}\n', "not valid Unicode"),
         ("", "holds no prompts"),
         ('{"prompt": [5, 99999]}\n', "row 1: token id 99999"),
         ('{"prompt": "%s"}\n' % ("long " * 300), "row 1: the prompt has"),

@@ -13,6 +13,7 @@ ROOT = Path(nanospec.__file__).parent
 LAYERS = [
     "errors",
     "stats",
+    "template",
     "text",
     "types",
     "config",

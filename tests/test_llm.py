@@ -60,6 +60,12 @@ def test_one_bad_prompt_stops_the_call_before_anything_runs(llm: LLM) -> None:
         llm.generate(["fine", [5] * 300], helpers.greedy())
     with pytest.raises(ConfigError, match="string or a list of token ids"):
         llm.generate([["a", "b"]], helpers.greedy())  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="string or a list of token ids"):
+        llm.generate([[True, False]], helpers.greedy())
+    with pytest.raises(ConfigError, match="not dictionaries"):
+        llm.generate({"prompt": "hi"}, helpers.greedy())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not valid Unicode"):
+        llm.generate("half a pair: \ud800", helpers.greedy())
     assert not llm.engine.has_work
 
 

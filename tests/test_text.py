@@ -1,8 +1,11 @@
 """Tokenizer, chat template, and the text stream with its stop strings."""
 
+import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
 
 from nanospec.errors import CheckpointError, ConfigError
 from nanospec.text import TextStream, Tokenizer, read_json
@@ -94,6 +97,53 @@ def test_stop_strings_are_ignored_while_they_may_not_stop(tokenizer: Tokenizer) 
     assert grown.text.startswith("this") and any(stops[4:])
 
 
+# Found in review: tokens that end in half a character hid a stop string from the search.
+def test_a_stop_string_before_half_a_character_is_found_at_once() -> None:
+    fast = helpers.make_tokenizer()
+    tokenizer = Tokenizer(fast, {}, None)
+    half = tokenizer.encode("\U0001f9ae")[0]
+    grown = TextStream(tokenizer, (), ("en",))
+    joined = [*tokenizer.encode("e"), *tokenizer.encode("n")]
+
+    class Joining(Tokenizer):
+        """Decodes token 0 as "n" and the first byte of a character, as one real token does."""
+
+        def decode(self, token_ids: object) -> str:
+            ids = list(token_ids)  # type: ignore[call-overload]
+            split = [part for i in ids for part in ([joined[1], half] if i == 0 else [i])]
+            return tokenizer.decode(split)
+
+    grown = TextStream(Joining(fast, {}, None), (), ("en",))
+    assert not grown.push(joined[0])
+    assert grown.push(0)
+    assert grown.text == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_tokens_stream_to_what_they_decode_to(tokenizer: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        tokens = [rng.randrange(5, helpers.VOCAB_SIZE - 20) for _ in range(rng.randrange(1, 12))]
+        grown, shown = TextStream(tokenizer, tokens[:3]), ""
+        for token in tokens:
+            grown.push(token)
+            shown += grown.take()
+        grown.finish()
+        shown += grown.take()
+        assert shown == grown.text
+        whole = tokenizer.decode(tokens[:3] + tokens)
+        assert whole.endswith(grown.text.lstrip("\ufffd"))
+
+
+def test_a_space_that_decoders_strip_at_the_start_is_kept() -> None:
+    fast = FastTokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "?": 2}, unk_token="?"))
+    fast.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(fast, {}, None)
+    grown = TextStream(tokenizer, [0])
+    grown.push(1)
+    assert tokenizer.decode([1]) == "b" and grown.text == " b"
+
+
 def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert stream(tokenizer, "<|user|>hello<|end|>").text == "hello"
 
@@ -123,6 +173,35 @@ def test_a_template_that_raises_gives_its_reason() -> None:
     tokenizer = Tokenizer(helpers.make_tokenizer(), {}, template)
     with pytest.raises(ConfigError, match="roles must alternate"):
         tokenizer.chat_ids([])
+
+
+def test_the_dialect_of_hugging_face_is_understood() -> None:
+    template = (
+        "{% generation %}{{ messages | tojson(ensure_ascii=True, indent=None) }}{% endgeneration %}"
+        "{{ pad_token }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x"
+        "{% endfor %}"
+    )
+    config = {"pad_token": "<pad>"}
+    tokenizer = Tokenizer(helpers.make_tokenizer(), config, template)
+    message = {"role": "user", "content": "é"}
+    text = tokenizer.decode(tokenizer.chat_ids([message, message]))
+    one = '{"role": "user", "content": "\\u00e9"}'
+    assert text == f"[{one}, {one}]<pad>x"
+
+
+def test_a_message_that_breaks_the_template_is_a_clear_error() -> None:
+    template = "{{ 'x' + messages[0]['content'] }}"
+    with pytest.raises(ConfigError, match="rejects the messages"):
+        Tokenizer(helpers.make_tokenizer(), {}, template).chat_ids(
+            [{"role": "user", "content": None}]
+        )
+
+
+def test_an_unreadable_template_is_named(qwen3: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((qwen3 / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes("é".encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        Tokenizer.load(tmp_path)
 
 
 def test_no_template_is_a_clear_error() -> None:

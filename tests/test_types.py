@@ -27,6 +27,11 @@ from nanospec.types import Stats
         {"stop": ""},
         {"stop": ["a", ""]},
         {"seed": 2**63},
+        {"seed": 1.5},
+        {"max_tokens": 3.5},
+        {"top_k": 2.5},
+        {"min_tokens": None},
+        {"stop_token_ids": ["a"]},
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(options: dict[str, Any]) -> None:
@@ -46,6 +51,11 @@ def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
 def test_an_unknown_parameter_is_an_error() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_none_is_no_stop_as_in_vllm() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, max_tokens=None)
+    assert params.stop_strings == params.stop_ids == ()
 
 
 def test_one_stop_string_may_be_given_bare() -> None:

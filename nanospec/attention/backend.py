@@ -61,17 +61,17 @@ def create_attention(name: str, cache: PagedKVCache, num_heads: int) -> Attentio
         from nanospec.attention.flashinfer_backend import FlashInferAttention
     except ImportError as error:
         raise BackendUnavailableError(
-            f"FlashInfer is not usable here ({error}); install nanospec[gpu], "
-            f"or pass --attention torch"
+            f"FlashInfer is not usable here ({error}); install the extra: pip install -c "
+            f"constraints.txt -e '.[gpu]', or pass --attention torch"
         ) from error
     if cache.k.dtype not in (torch.bfloat16, torch.float16):
         raise BackendUnavailableError(
             f"FlashInfer has no {cache.k.dtype} kernels; pass --dtype bfloat16, "
             f"or --attention torch"
         )
-    if cache.head_dim not in (64, 128, 256):
+    if cache.head_dim not in (64, 128):
         raise BackendUnavailableError(
-            f"FlashInfer takes head widths 64, 128 and 256, this model has {cache.head_dim}; "
+            f"FlashInfer is used for head widths 64 and 128, this model has {cache.head_dim}; "
             f"pass --attention torch"
         )
     return FlashInferAttention(cache, num_heads)

@@ -1,6 +1,6 @@
 """Attention through FlashInfer's paged prefill kernels.
 
-One kernel serves prefill chunks, plain rows and verify rows: it takes any number of rows a request.
+One kernel serves every segment: it takes any number of rows.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class _Plan:
 
 
 class FlashInferAttention:
-    """See `AttentionBackend`. Head widths 64, 128 and 256, in 16-bit floats.
+    """See `AttentionBackend`. Head widths 64 and 128, in 16-bit floats.
 
     Causal segments never pay for masked ones: each group has a plan and a kernel launch of its own.
     """

@@ -1,6 +1,6 @@
 """Running the target on a batch: from packed rows to logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +23,8 @@ class Target(Protocol):
         """Return final hidden states [T, H], and the residual stream after each tap."""
         ...
 
-    @property
-    def logits(self) -> Callable[[Tensor], Tensor]:
-        """Map hidden states [N, H] to [N, V]."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map final hidden states [N, H] to [N, V]."""
         ...
 
 

@@ -17,7 +17,7 @@ from nanospec.engine.pages import PageAllocator
 from nanospec.engine.round import RoundContext, speculative_round
 from nanospec.engine.scheduler import Scheduler
 from nanospec.engine.sizing import count_pages, new_cache
-from nanospec.errors import BackendUnavailableError, ConfigError, OutOfPagesError
+from nanospec.errors import BackendUnavailableError, ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.models.loader import load_decoder
 from nanospec.spec.registry import create_speculator
@@ -87,7 +87,6 @@ class Engine:
 
         Raises:
             ConfigError: the prompt is empty, too long, or not of this vocabulary.
-            OutOfPagesError: the request would not fit the KV cache even alone.
         """
         vocab_size = self.model_config.vocab_size
         if not prompt:
@@ -100,21 +99,19 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, which leaves no room for an output in the "
                 f"context of {self.max_model_len}; shorten it"
             )
+        wrong = next((token for token in params.stop_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"stop token id {wrong} is not in the vocabulary of {vocab_size} tokens"
+            )
         if params.stop_strings and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and this model folder has none")
-        needed = self.pages.pages_for(self._max_len(prompt, params))
-        if needed > self.pages.num_pages:
-            raise OutOfPagesError(
-                f"the prompt of {len(prompt)} tokens with max_tokens={params.max_tokens} needs "
-                f"{needed} KV pages, and there are {self.pages.num_pages}; lower max_tokens or "
-                f"raise kv_cache_gib"
-            )
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt, given as token ids.
 
         Raises:
-            ConfigError, OutOfPagesError: see `check`.
+            ConfigError: see `check`.
         """
         self.check(prompt, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -125,7 +122,7 @@ class Engine:
             prompt_token_ids=list(prompt),
             params=params,
             seed=seed,
-            stop_token_ids=frozenset((*own_stops, *params.stop_token_ids)),
+            stop_token_ids=frozenset((*own_stops, *params.stop_ids)),
             max_len=self._max_len(prompt, params),
             text=TextStream(self._tokenizer, prompt, params.stop_strings),
             shares_noise=by_seed or self._acceptance == "shared-noise" or params.is_greedy,
@@ -150,6 +147,14 @@ class Engine:
         speculator, drafter = self.speculator, self.speculator.cache_layers()
         models = [self.model_config] if drafter is None else [self.model_config, drafter]
         num_pages = count_pages(config, decoder, models, speculator.resources(), self.max_model_len)
+        longest = num_pages * config.page_size
+        if longest < self.max_model_len:  # only where the user asked for no length
+            logger.warning(
+                "the KV cache holds %d of the model's %d tokens; raise kv_cache_gib for more",
+                longest,
+                self.max_model_len,
+            )
+            self.max_model_len = longest
         # One page more than is handed out: rows that only fill up a batch are stored there.
         caches = [
             new_cache(config, model, num_pages + 1, decoder.embed_tokens.weight) for model in models
@@ -248,6 +253,9 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _eos_token_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    if model.eos_token_ids or tokenizer is None or tokenizer.eos_token_id is None:
-        return model.eos_token_ids
-    return (tokenizer.eos_token_id,)
+    """Return the model's end-of-sequence tokens, or else the tokenizer's."""
+    found = model.eos_token_ids
+    if not found and tokenizer is not None and tokenizer.eos_token_id is not None:
+        found = (tokenizer.eos_token_id,)
+    # A padded or reduced vocabulary may leave out what a config still names; it never comes.
+    return tuple(token for token in found if 0 <= token < model.vocab_size)

@@ -4,8 +4,10 @@ Seven steps, each a call into one file: plan what to verify, pack it, run the ta
 commit, observe, propose. Ordinary decoding is the speculator that proposes nothing; a chunk of a
 prompt is a run of rows that are all accepted.
 
-Host synchronisations per round: one, `_read`, where accepted paths and tokens are read. `pack` adds
-one where row counts live on the device alone, `plan` one per draft whose tokens live there.
+Host synchronisations per round, in order: `plan` reads each draft whose tokens live on a GPU;
+`pack` reads the row counts where they live there alone; copies of small lists to the device (rows,
+page tables, sampling parameters) wait for the work before them; `_read` reads accepted paths and
+tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -65,7 +65,6 @@ class Scheduler:
 
         Rows of requests that already generate come first: a long prompt must not stall them.
         """
-        preemptions = self.num_preemptions
         segments = [Segment(request, 1) for request in self._grow()]
         budget = self._max_num_batched_tokens - len(segments)
         for segment in segments:
@@ -75,8 +74,6 @@ class Scheduler:
             if _num_pending(request) > 1 and budget > 0:
                 segments.append(Segment(request, min(_num_pending(request), budget)))
                 budget -= segments[-1].num_rows
-        if self.num_preemptions > preemptions:
-            return segments  # admitting now would only take pages that are short
         max_running = self._max_running()
         while budget > 0 and len(self.running) < max_running and self._can_admit():
             request = self._admit()

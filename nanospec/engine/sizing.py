@@ -58,23 +58,31 @@ def count_pages(
         resources: what a plan may ask for.
         max_model_len: tokens of the longest request.
 
+    Returns:
+        At least one page, and enough for `max_model_len` tokens if the user asked for a length.
+
     Raises:
-        ConfigError: fewer pages fit than one request of `max_model_len` tokens needs.
+        ConfigError: too few pages fit.
     """
     numbers = sum(2 * each.num_layers * each.num_kv_heads * each.head_dim for each in models)
     page_bytes = numbers * config.page_size * decoder.dtype.itemsize
-    budget = _cache_bytes(config, decoder, resources)
+    on_gpu = decoder.device.type == "cuda"
+    try:
+        budget = _cache_bytes(config, decoder, resources)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no KV page fits: the largest step alone exceeds the GPU's memory; {_lower(on_gpu)}"
+        ) from error
     num_fitting = max(int(budget // page_bytes), 0)
     num_needed = -(-max_model_len // config.page_size)
-    if num_fitting < num_needed:
+    if num_fitting == 0 or (num_fitting < num_needed and config.max_model_len is not None):
         longest = num_fitting * config.page_size
-        shorter = f"max_model_len to at most {longest}, " if longest else ""
+        shorter = f"lower max_model_len to at most {longest}, or " if longest else ""
         raise ConfigError(
             f"{num_fitting} KV pages of {config.page_size} tokens fit in the "
             f"{max(budget, 0) / _GIB:.3g} GiB there are for them, but one request of "
             f"max_model_len={max_model_len} tokens needs {num_needed} "
-            f"({num_needed * page_bytes / _GIB:.3g} GiB); lower {shorter}max_num_seqs or "
-            f"max_num_batched_tokens, or raise kv_cache_gib or gpu_memory_utilization"
+            f"({num_needed * page_bytes / _GIB:.3g} GiB); {shorter}{_lower(on_gpu)}"
         )
     # More than all requests at their longest could never be held at once.
     num_pages = min(num_fitting, config.max_num_seqs * num_needed)
@@ -87,11 +95,23 @@ def count_pages(
     return num_pages
 
 
+def _lower(on_gpu: bool) -> str:
+    if not on_gpu:
+        return "raise kv_cache_gib"
+    return (
+        "lower max_num_seqs or max_num_batched_tokens, "
+        "or raise kv_cache_gib or gpu_memory_utilization"
+    )
+
+
 def _cache_bytes(config: EngineConfig, decoder: Decoder, resources: Resources) -> float:
     """Return the bytes the cache may take."""
     wanted = None if config.kv_cache_gib is None else config.kv_cache_gib * _GIB
     if decoder.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if wanted is not None and wanted > memory:
+            given = f"kv_cache_gib={config.kv_cache_gib}"
+            raise ConfigError(f"{given} exceeds this machine's {memory / _GIB:.3g} GiB; lower it")
         return min(_MAX_CPU_CACHE_BYTES, memory / 4) if wanted is None else wanted
     free_for_cache = _free_after_largest_step(config, decoder, resources)
     if wanted is not None and wanted > free_for_cache:

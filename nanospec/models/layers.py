@@ -1,4 +1,7 @@
-"""The parts of a decoder layer. Numerics follow Hugging Face's modules of the same names."""
+"""The parts of a decoder layer, named as in Hugging Face's modules.
+
+In float32 they compute the same; in 16 bits RMSNorm rounds once, after the weight, not before.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """From a model's name to a decoder with weights."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,10 +27,14 @@ def resolve_model(name: str) -> Path:
     Raises:
         CheckpointError: there is no such folder, and the id cannot be fetched.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user
+        raise CheckpointError(f"model {name[:80]!r} is no usable name: {error}") from error
+    if is_folder:
         return path
-    if path.exists():
+    if exists:
         raise CheckpointError(f"model {name!r} is a file; pass the folder that holds config.json")
     # Imported here: a local folder needs no hub client, which takes a while to import.
     from huggingface_hub import snapshot_download
@@ -150,8 +154,10 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
-        weight_map: Mapping[str, str] = read_json(index).get("weight_map", {})
-        names = sorted(set(weight_map.values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        names = sorted({str(file) for file in weight_map.values()})
     else:
         names = [_SINGLE]
     for name in names:

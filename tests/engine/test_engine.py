@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanospec import LLM, SamplingParams
-from nanospec.errors import BackendUnavailableError, CheckpointError, ConfigError, OutOfPagesError
+from nanospec.errors import BackendUnavailableError, CheckpointError, ConfigError
 from tests import helpers
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
@@ -232,11 +232,79 @@ def test_a_prompt_that_cannot_work_is_refused_and_leaves_nothing(
     assert not engine.has_work
 
 
-def test_a_request_that_cannot_fit_even_alone_is_refused_at_once(qwen3: Path) -> None:
-    llm = helpers.make_llm(qwen3, max_model_len=64, num_pages=4)
-    llm.engine.pages.num_pages = 3  # as if less had fitted than the longest request needs
-    with pytest.raises(OutOfPagesError, match="needs 4 KV pages, and there are 3"):
-        llm.engine.add([5] * 40, helpers.greedy(20))
+# Found in review: a stop token beyond the vocabulary took the whole batch down.
+@pytest.mark.parametrize("token", [-1, helpers.VOCAB_SIZE, 99_999])
+def test_a_stop_token_beyond_the_vocabulary_is_refused(qwen3: Path, token: int) -> None:
+    llm = helpers.make_llm(qwen3)
+    params = helpers.greedy(5, stop_token_ids=[token], min_tokens=2)
+    with pytest.raises(ConfigError, match=f"stop token id {token} is not in the vocabulary"):
+        llm.generate([[5, 6], [7]], [helpers.greedy(5), params])
+    assert not llm.engine.has_work
+
+
+def test_an_eos_token_beyond_the_vocabulary_never_comes(qwen3: Path, tmp_path: Path) -> None:
+    for path in qwen3.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 999]}')
+    llm = helpers.make_llm(tmp_path)
+    params = helpers.greedy(5, ignore_eos=False, min_tokens=2)
+    assert len(helpers.token_ids(llm, [[5, 6]], params)[0]) >= 2
+
+
+def test_without_an_eos_in_the_configs_the_tokenizers_counts(qwen3: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((qwen3 / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    request = helpers.make_llm(tmp_path).engine.add([5], helpers.greedy(5, ignore_eos=False))
+    assert request.stop_token_ids == {helpers.EOS}
+
+
+def test_the_engines_seed_decides_what_unseeded_requests_draw(qwen3: Path) -> None:
+    params = helpers.greedy(10, temperature=1.0)
+    first, second, again = (
+        helpers.token_ids(helpers.make_llm(qwen3, seed=seed), PROMPTS[:1], params)
+        for seed in (1, 2, 1)
+    )
+    assert first == again != second
+
+
+# Found in review: the context of a large model did not fit the default cache of a CPU.
+def test_a_length_nobody_asked_for_is_cut_to_what_the_cache_holds(
+    qwen3: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = 2 * 3 * 2 * 16 * 4 * 16
+    gib = 5.5 * page / 2**30
+    llm = helpers.make_llm(qwen3, max_model_len=None, kv_cache_gib=gib)
+    assert llm.engine.max_model_len == 5 * 16
+    assert any("holds 80 of the model's 512" in r.getMessage() for r in caplog.records)
+    output = llm.generate([5] * 70, helpers.greedy(None))[0].outputs[0]  # type: ignore[arg-type]
+    assert len(output.token_ids) == 10
+    with pytest.raises(ConfigError, match="lower max_model_len to at most 80"):
+        helpers.make_llm(qwen3, max_model_len=81, kv_cache_gib=gib)
+
+
+def test_more_memory_than_there_is_is_refused(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match="exceeds this machine's"):
+        helpers.make_llm(qwen3, kv_cache_gib=1e6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_float32_but_for_near_ties(qwen3: Path, dtype: str) -> None:
+    reference = helpers.load_reference(qwen3)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, helpers.greedy(12))
+    got = helpers.token_ids(helpers.make_llm(qwen3, dtype=dtype), PROMPTS, helpers.greedy(12))
+    assert sum(left == right for left, right in zip(got, want, strict=True)) >= 2
+    for prompt, left, right in zip(PROMPTS, got, want, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)
+        if at is not None:
+            logits = helpers.reference_logits(reference, prompt + right[:at])[-1]
+            gap = abs(float(logits[left[at]] - logits[right[at]]))
+            assert gap < 0.02 * float(logits.max() - logits.min())
+
+
+def test_auto_takes_the_checkpoints_dtype_on_a_cpu(qwen3: Path) -> None:
+    assert helpers.make_llm(qwen3, dtype="auto").engine._ctx.cache.k.dtype == torch.float32
 
 
 def test_a_longer_context_than_the_model_has_is_refused(qwen3: Path) -> None:

@@ -89,17 +89,6 @@ def test_a_request_may_have_to_preempt_itself() -> None:
     assert list(own.waiting) == [second] and own.running == [first]
 
 
-def test_a_preempted_request_is_not_admitted_in_the_same_step() -> None:
-    own, _ = scheduler(num_pages=4, budget=64)
-    first, second = add(own, 8, 4)
-    run(own.schedule())
-    third = helpers.make_request([9, 9, 9], request_id=2)
-    own.add(third)
-    run(own.schedule())
-    assert own.num_preemptions == 1 and second in own.waiting and third in own.waiting
-    assert first in own.running
-
-
 def test_a_cached_prefix_is_not_scheduled_again() -> None:
     own, pages = scheduler(page_size=4)
     (first,) = add(own, 9)

@@ -41,7 +41,7 @@ def test_no_more_pages_than_can_be_held_at_once(qwen3: Path) -> None:
 
 
 def test_too_few_pages_are_refused_with_the_way_out(qwen3: Path) -> None:
-    config = EngineConfig(model="x", kv_cache_gib=5.5 * PAGE_BYTES / 2**30)
+    config = EngineConfig(model="x", kv_cache_gib=5.5 * PAGE_BYTES / 2**30, max_model_len=96)
     with pytest.raises(ConfigError, match=r"^5 KV pages .* needs 6 .* at most 80"):
         count(config, qwen3, 96)
 

@@ -125,6 +125,20 @@ def test_a_folder_is_its_own_model(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
+@pytest.mark.parametrize("weight_map", [None, [], {}])
+def test_an_index_without_a_map_is_refused(llama: Path, tmp_path: Path, weight_map: object) -> None:
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 5000])
+def test_a_name_that_cannot_be_a_path_is_one_clear_error(name: str) -> None:
+    with pytest.raises(CheckpointError, match="no usable name"):
+        resolve_model(name)
+
+
 @pytest.mark.parametrize("name", ["./no/such/folder", "a/b/c", "no-such-user/no-such-model"])
 def test_a_model_that_cannot_be_found_is_one_clear_error(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -107,8 +107,13 @@ def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
     # 0.9999 quantile of chi-square with 5 degrees of freedom; seeds are fixed.
     assert statistic < 25.7
     uniform = torch.full((6,), 1 / 6)
-    biased = chi_square(torch.multinomial(uniform, count, True).bincount(minlength=6), uniform)
-    assert biased < 25.7 < chi_square(tokens.bincount(minlength=6) + 200, (probs + 0.01) / 1.06)
+    generator = torch.Generator().manual_seed(0)
+    fair = torch.multinomial(uniform, count, True, generator=generator).bincount(minlength=6)
+    assert (
+        chi_square(fair, uniform)
+        < 25.7
+        < chi_square(tokens.bincount(minlength=6) + 200, (probs + 0.01) / 1.06)
+    )
 
 
 # Other engines: sparkring 161, vllm PR 42802 (filters that never reached the sampler).
