@@ -2,8 +2,18 @@
 
 from nanospec.config import EngineConfig
 from nanospec.llm import LLM
-from nanospec.types import RequestOutput, SamplingParams
+from nanospec.spec.speculator import Speculator
+from nanospec.types import Draft, RequestOutput, SamplingParams, VerifyPlan
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Draft",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "Speculator",
+    "VerifyPlan",
+    "__version__",
+]

@@ -111,7 +111,7 @@ def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
     add("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all")
     add("--top-p", type=float, default=1.0, help="keep the fewest tokens that reach this mass")
     add("--min-p", type=float, default=0.0, help="least probability, relative to the largest")
-    add("--seed", type=int, default=0, help="of the random numbers; row i of a file uses seed + i")
+    add("--seed", type=int, help="of the random numbers; row i of a file uses seed + i")
     add("--stop", action="append", metavar="TEXT", help="text that ends the output")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
@@ -241,7 +241,7 @@ def _answer_file(
 ) -> int:
     """Answer the rows of a file that are left; each is written once its last turn is answered."""
     prompts = [_next_prompt(args, llm, each) for each in todo]
-    own = [replace(params, seed=(params.seed or 0) + each.index) for each in todo]
+    own = [_with_own_seed(params, each.index) for each in todo]
     for conversation, prompt, each in zip(todo, prompts, own, strict=True):
         try:
             llm.engine.check(prompt, each)
@@ -304,6 +304,10 @@ def _next_prompt(args: argparse.Namespace, llm: LLM, conversation: Conversation)
         conversation.messages.append({"role": "assistant", "content": reply})
     conversation.messages.append({"role": "user", "content": turn})
     return llm.encode_chat(conversation.messages)
+
+
+def _with_own_seed(params: SamplingParams, index: int) -> SamplingParams:
+    return params if params.seed is None else replace(params, seed=params.seed + index)
 
 
 def _write_row(args: argparse.Namespace, row: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from nanospec.config import EngineConfig
 from nanospec.engine.engine import Engine
 from nanospec.errors import ConfigError
 from nanospec.models.loader import resolve_model
+from nanospec.stats import Stats
 from nanospec.text import Message, Tokenizer
 from nanospec.types import CompletionOutput, Request, RequestOutput, SamplingParams
 
@@ -37,7 +38,7 @@ class LLM:
         Args:
             model: a folder in Hugging Face's layout, or a Hugging Face id.
             draft: the same for a drafter.
-            speculator: what drafts; auto, none.
+            speculator: what drafts: auto, none, ngram, trie, draft, or module:Class.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu or cuda.
             options: the other fields of `EngineConfig`.
@@ -60,6 +61,11 @@ class LLM:
         folder = resolve_model(config.model)
         self.tokenizer = Tokenizer.load(folder)
         self.engine = Engine(config, folder, self.tokenizer)
+
+    @property
+    def stats(self) -> Stats:
+        """Totals of all requests that have ended; seconds are those in which rounds ran."""
+        return self.engine.stats
 
     def generate(
         self,

@@ -299,6 +299,7 @@ class Resources:
     max_rows: int  # of one request, root included
     needs_device_counts: bool = False  # its counts are known on the device only
     records_probs: bool = False  # its drafts may come with q, which takes memory
+    taps: tuple[int, ...] = ()  # target layers after which it wants the residual stream
 
 
 @dataclass(frozen=True, slots=True)

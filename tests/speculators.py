@@ -50,7 +50,7 @@ class SampledChain(Speculator):
         token = torch.tensor([request.tokens[-1] for request in requests])
         tokens, probs = [], []
         for depth in range(3):
-            q = Q[token].softmax(-1)
+            q = Q[token].float().softmax(-1)
             token = draw(q, roots.at(everyone, torch.zeros_like(everyone)), noise.DRAFT + depth)
             tokens.append(token)
             probs.append(q)
@@ -79,7 +79,7 @@ class SampledTree(Speculator):
         rows = [torch.tensor([request.tokens[-1] for request in requests])]
         laws = []
         for parent in range(4):
-            q = Q[rows[parent]].softmax(-1)
+            q = Q[rows[parent]].float().softmax(-1)
             gumbel = noise.gumbel(roots.seed, position, noise.DRAFT + parent, SMALL)
             order = (q.log() + gumbel).sort(dim=-1, descending=True).indices
             for rank in range(TREE.count(parent)):

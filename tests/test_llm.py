@@ -25,6 +25,15 @@ def test_an_output_has_the_fields_of_vllms(llm: LLM) -> None:
     assert output.stats.seconds > 0 and output.stats.tokens_per_second > 0
 
 
+def test_totals_are_the_sums_of_the_requests(qwen3: Path) -> None:
+    llm = helpers.make_llm(qwen3, speculator="ngram")
+    outputs = llm.generate(["the owl the owl the owl", [5, 6] * 9], helpers.greedy(12))
+    for name in ("rounds", "drafted", "verified", "accepted", "emitted", "tokens"):
+        want = sum(getattr(output.stats, name) for output in outputs)
+        assert getattr(llm.stats, name) == want
+    assert llm.stats.verified > 0 and llm.stats.seconds > 0
+
+
 def test_prompts_may_be_text_or_token_ids_one_or_many(llm: LLM) -> None:
     ids = llm.encode("the owl")
     want = llm.generate("the owl", helpers.greedy())[0].outputs[0].token_ids

@@ -29,6 +29,7 @@ from nanospec.spec.speculator import (
     layer_capabilities,
     resolve_kernels,
 )
+from nanospec.stats import Stats
 from nanospec.text import TextStream, Tokenizer
 from nanospec.types import Request, SamplingParams, StepOutput
 
@@ -67,6 +68,7 @@ class Engine:
         self.speculator = create_speculator(
             SpeculatorSetup(config, self.model_config, decoder.dtype, self.device)
         )
+        self.stats = Stats()  # of all requests that ended; seconds are those spent in `step`
         self.observers: list[Callable[[StepOutput], None]] = []  # see what each round did
         self._ctx = self._round_context(config, decoder)
         self.scheduler = self._ctx.scheduler
@@ -135,12 +137,19 @@ class Engine:
         """End a request at once, keeping what it has; a finished one stays as it is."""
         if not request.is_finished:
             self.scheduler.finish(request, "abort")
+            self.stats.add(request.stats)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one round and return the requests that got tokens; finished ones are marked."""
+        started = time.perf_counter()
         segments = self.scheduler.schedule()
-        return speculative_round(self._ctx, segments) if segments else []
+        advanced = speculative_round(self._ctx, segments) if segments else []
+        for request in advanced:
+            if request.is_finished:
+                self.stats.add(request.stats)
+        self.stats.seconds += time.perf_counter() - started
+        return advanced
 
     def _round_context(self, config: EngineConfig, decoder: Decoder) -> RoundContext:
         """Allocate caches, pick kernels, and let the speculator adapt to them."""
@@ -186,7 +195,7 @@ class Engine:
         )
         return RoundContext(
             speculator=speculator,
-            runner=EagerRunner(decoder, attention),
+            runner=EagerRunner(decoder, attention, speculator.effective.taps),
             scheduler=scheduler,
             cache=caches[0],
             move_kv=kernels[COMMIT],

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanospec.attention.backend import create_attention
+from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.torch_backend import TorchAttention
 from nanospec.errors import BackendUnavailableError
 from tests import helpers
@@ -49,3 +50,21 @@ def test_a_cache_that_flashinfer_cannot_take_is_refused_with_the_reason() -> Non
     with pytest.raises(BackendUnavailableError, match="head widths"):
         cache = helpers.new_cache(device=device, dtype=torch.bfloat16)
         create_attention("flashinfer", cache, 4)
+
+
+# Other engines: flashinfer 725 (sequences shorter than a page differed from each other).
+def test_two_identical_sequences_of_one_token_give_identical_rows() -> None:
+    device = torch.device("cuda", 0)
+    options = {"head_dim": 64, "device": device, "dtype": torch.bfloat16}
+    cache = helpers.new_cache(num_pages=8, page_size=16, **options)
+    attention = create_attention("flashinfer", cache, 4)
+    slots = torch.tensor([3 * 16, 6 * 16], device=device)
+    batch = ForwardBatch(slots, slots, slots, [1, 1], [1, 1], [[3], [6]], slots[:0])
+    q, k, v = (
+        torch.randn(1, heads, 64, device=device, dtype=torch.bfloat16).repeat(2, 1, 1)
+        for heads in (4, 2, 2)
+    )
+    attention.begin(batch)
+    out = attention.attend(0, q, k, v)
+    assert torch.equal(out[0], out[1])
+    torch.testing.assert_close(out[0], v[0].repeat_interleave(2, dim=0), rtol=1e-2, atol=1e-2)

@@ -15,12 +15,13 @@ from nanospec import SamplingParams
 from nanospec.spec.sampler import probabilities, sampling_rows
 from nanospec.spec.speculator import Speculator
 from nanospec.types import AcceptResult, PackedRows, Request, VerifyPlan
-from tests import helpers
+from tests import helpers, speculators
 from tests.speculators import (
     SMALL,
     Mixed,
     P,
     PointMassTree,
+    Q,
     SampledChain,
     SampledTree,
     run_tables,
@@ -85,6 +86,15 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree, Mixed])
 def test_the_joint_law_of_three_tokens_is_the_targets(kind: type[Speculator]) -> None:
     assert_lossless(kind)
+
+
+# Other engines: DeepSpec 31 (drafts drawn from 16-bit softmax, judged by another q).
+def test_it_is_with_16_bit_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculators, "P", P.bfloat16())
+    monkeypatch.setattr(speculators, "Q", Q.bfloat16())
+    law = P.bfloat16().float().softmax(-1).double()
+    statistic, limit = chi_square(draws(SampledChain), joint_law(law))
+    assert statistic < limit
 
 
 @pytest.mark.parametrize("params", FILTERS[-1:])

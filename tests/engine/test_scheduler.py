@@ -1,8 +1,10 @@
 """Admission, chunks, budget and preemption, without a model."""
 
+import pytest
+
 from nanospec.engine.pages import PageAllocator
 from nanospec.engine.scheduler import Scheduler
-from nanospec.types import Request, Segment
+from nanospec.types import Budget, Request, Segment
 from tests import helpers
 
 
@@ -110,3 +112,32 @@ def test_finishing_frees_pages_whether_waiting_or_running() -> None:
     own.finish(running, "stop")
     assert not own.has_work and pages.num_free == pages.num_pages
     assert (running.finish_reason, waiting.finish_reason) == ("stop", "abort")
+
+
+# Other engines: vllm PR 16370 (drafts fell off the last page when few slots were left in it).
+@pytest.mark.parametrize("max_draft_len", range(1, 9))
+def test_pages_cover_the_tokens_and_all_drafts(max_draft_len: int) -> None:
+    for length in range(1, 34):
+        own, pages = scheduler(page_size=16, budget=64)
+        (request,) = add(own, length)
+        run(own.schedule())
+        drafting = own.reserve_drafts([request], Budget(99, 1 + max_draft_len))
+        assert drafting == [request] and request.max_drafts == max_draft_len
+        slots = len(request.pages) * 16
+        assert len(request.tokens) + max_draft_len <= slots
+        assert slots - 16 < len(request.tokens) + max_draft_len
+        assert pages.num_free == 100 - len(request.pages)
+
+
+def test_drafts_take_what_pages_are_free_and_give_them_back() -> None:
+    own, pages = scheduler(num_pages=4, page_size=4)
+    first, second = add(own, 4, 4)
+    run(own.schedule())
+    own.reserve_drafts([first, second], Budget(99, 8))
+    assert (first.max_drafts, second.max_drafts, pages.num_free) == (7, 0, 0)
+    assert own.view().num_draft_pages == 1
+    own.add(helpers.make_request([7, 7], request_id=2))
+    segments = own.schedule()
+    assert [segment.request.request_id for segment in segments] == [0, 1]
+    assert own.num_preemptions == 0 and first.max_drafts == 0
+    assert (len(first.pages), len(second.pages)) == (2, 2)

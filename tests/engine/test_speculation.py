@@ -2,14 +2,18 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from nanospec import LLM
 from nanospec.spec.registry import SPECULATORS
 from nanospec.spec.speculator import Speculator
+from nanospec.types import Resources
 from tests import helpers
 from tests.speculators import RandomDrafts, oracle
 
@@ -325,6 +329,146 @@ def test_a_vocabulary_that_is_not_the_targets_is_refused(qwen3: Path, tmp_path: 
     other = helpers.make_checkpoint(tmp_path, "qwen3", vocab_size=helpers.VOCAB_SIZE + 1)
     with pytest.raises(ValueError, match="321 tokens, the target one of 320"):
         LLM(str(qwen3), draft=str(other), device="cpu")
+
+
+# Other engines: sglang PR 33872 (right at 4 drafts, corrupted from 6 on).
+@pytest.mark.parametrize("max_draft_len", range(1, 17))
+def test_every_draft_length_copies_the_prompts_own_tokens(
+    qwen3: Path, plain: Any, register: Any, max_draft_len: int
+) -> None:
+    for name in ("half", "right-tree"):
+        options = options_of(qwen3, kinds(plain, name), register)
+        llm = helpers.make_llm(qwen3, max_draft_len=max_draft_len, **options)
+        assert helpers.token_ids(llm, PROMPTS, helpers.greedy(30)) == list(plain.values())
+
+
+# Other engines: vllm 54011 (the last request alone, after a large batch, went wrong).
+def test_a_batch_drains_to_its_last_request(qwen3: Path, plain: Any, register: Any) -> None:
+    options = options_of(qwen3, kinds(plain, "half"), register)
+    llm = helpers.make_llm(qwen3, **options)
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(32)]
+    params = [helpers.greedy(1 + index % 4 if index else 30) for index in range(32)]
+    for prompt, own, got in zip(
+        prompts, params, helpers.token_ids(llm, prompts, params), strict=True
+    ):
+        assert got == plain[tuple(prompt)][: own.max_tokens]
+
+
+# Other engines: vllm PR 41768 (requests without drafts shifted the rows of later ones).
+def test_min_tokens_masks_the_rows_of_its_own_request_alone(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    class Uneven(kinds(plain, "right")):  # type: ignore[misc]
+        def propose(self, requests: Any) -> Any:
+            drafts = super().propose(requests)
+            sizes = {0: 0, 1: 3, 2: 0, 3: 2}
+            for request in requests:
+                request.max_drafts = min(request.max_drafts, sizes[request.request_id % 4])
+            return drafts
+
+    free = plain[tuple(PROMPTS[3])]
+    own = [helpers.greedy(12) for _ in range(4)]
+    own[3] = helpers.greedy(12, stop_token_ids=[free[2]], min_tokens=8)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS[:4], own)
+    llm = helpers.make_llm(qwen3, speculator=register(Uneven))
+    assert helpers.token_ids(llm, PROMPTS[:4], own) == want
+    assert llm.stats.verified > 0
+
+
+# Other engines: vllm PR 10198 (parameters were forgotten on the way to the target's law).
+def test_top_k_of_one_is_greedy_with_drafts_of_any_kind(qwen3: Path, llama: Path) -> None:
+    llm = helpers.make_llm(qwen3, draft=str(qwen3), acceptance="rejection")
+    want = helpers.token_ids(llm, PROMPTS, helpers.greedy(12))
+    params = helpers.greedy(12, temperature=1.0, top_k=1)
+    assert helpers.token_ids(llm, PROMPTS, params) == want
+
+
+def test_after_a_round_a_request_holds_pages_for_its_tokens_and_next_drafts_alone(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    options = options_of(qwen3, kinds(plain, "adversarial"), register)
+    engine = helpers.make_llm(qwen3, page_size=1, max_draft_len=9, **options).engine
+    requests = [engine.add(prompt, helpers.greedy(20)) for prompt in PROMPTS]
+    while engine.has_work:
+        engine.step()
+        for request in requests:
+            if request in engine.scheduler.running and request.num_output:
+                tokens = len(request.tokens)
+                assert tokens <= len(request.pages) or request.max_drafts == 0
+                assert len(request.pages) <= tokens + request.max_drafts
+
+
+@pytest.mark.parametrize("name", ["adversarial", "random", "right-tree", "draft"])
+def test_the_prefix_cache_knows_committed_tokens_alone(
+    qwen3: Path, plain: Any, register: Any, name: str
+) -> None:
+    options = options_of(qwen3, kinds(plain, name), register)
+    llm = helpers.make_llm(qwen3, page_size=3, **options)
+    llm.generate(PROMPTS, helpers.greedy(30))
+    known = [[*prompt, *own] for prompt, own in plain.items()]
+    pages = llm.engine.pages
+    parents = {node: key for key, (_, node) in pages._page_of.items()}
+    for key, (_, node) in pages._page_of.items():
+        prefix: list[int] = []
+        while node:
+            parent, tokens = parents[node]
+            prefix = [*tokens, *prefix]
+            node = parent
+        assert any(tokens[: len(prefix)] == prefix for tokens in known), key
+
+
+# Other engines: speculators PR 574 (one table of angles for models of different theta).
+def test_a_drafter_with_another_theta_has_angles_of_its_own(qwen3: Path, tmp_path: Path) -> None:
+    other = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    draft = helpers.make_checkpoint(tmp_path, "qwen3", **other)
+    alone = helpers.token_ids(helpers.make_llm(draft), PROMPTS, helpers.greedy(1))
+    llm = helpers.make_llm(qwen3, draft=str(draft), max_draft_len=1)
+    drafted: dict[int, int] = {}
+
+    def first_draft(step: Any) -> None:
+        for request, draft in zip(step.requests, step.drafts, strict=True):
+            if draft is not None and request.num_output - len(step.emitted[0]) == 1:
+                drafted.setdefault(request.request_id, int(draft.tokens[0]))
+
+    llm.engine.observers.append(first_draft)
+    outputs = llm.generate([PROMPTS[0]], helpers.greedy(3))
+    assert len(alone) == len(PROMPTS)
+    context = PROMPTS[0] + outputs[0].outputs[0].token_ids[:1]
+    want = helpers.token_ids(helpers.make_llm(draft), [context], helpers.greedy(1))[0]
+    assert drafted[0] == want[0]
+
+
+@pytest.mark.parametrize("name", ["right-tree", "half", "ngram"])
+def test_features_of_committed_rows_are_those_of_a_plain_forward(
+    qwen3: Path, plain: Any, register: Any, name: str
+) -> None:
+    kind = kinds(plain, name)
+    base = SPECULATORS[kind] if isinstance(kind, str) else kind
+
+    class Tapping(base):  # type: ignore[misc, valid-type]
+        def resources(self) -> Resources:
+            return replace(super().resources(), taps=(0, 1))
+
+    llm = helpers.make_llm(
+        qwen3, speculator=register(Tapping), max_num_batched_tokens=16, max_num_seqs=8
+    )
+    seen: dict[int, list[Tensor]] = {}
+
+    def collect(step: Any) -> None:
+        widths = [rows.end - rows.start for rows in step.committed]
+        both = torch.cat(step.features, dim=1).split(widths)
+        for rows, own in zip(step.committed, both, strict=True):
+            seen.setdefault(rows.request.request_id, []).append(own)
+
+    llm.engine.observers.append(collect)
+    outputs = llm.generate(PROMPTS, helpers.greedy(20))
+    reference = helpers.load_reference(qwen3)
+    for index, output in enumerate(outputs):
+        tokens = output.prompt_token_ids + output.outputs[0].token_ids[:-1]
+        with torch.inference_mode():
+            states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        want = torch.cat((states[1][0], states[2][0]), dim=1)
+        torch.testing.assert_close(torch.cat(seen[index]), want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu
