@@ -7,8 +7,17 @@ from torch import Tensor
 
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
+from nanospec.attention.mask import MAX_MASKED_ROWS
 from nanospec.errors import BackendUnavailableError
-from nanospec.types import Capability
+from nanospec.types import Capability, PlanKind
+
+# Of backends that take every mask, and are told each segment's rows by the host.
+HOST_PLANNED = Capability(
+    kind=PlanKind.MASK,
+    max_rows=MAX_MASKED_ROWS,
+    takes_device_counts=False,
+    reason="it plans on the host, from row counts the host knows",
+)
 
 
 class AttentionBackend(Protocol):

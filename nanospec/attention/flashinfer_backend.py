@@ -10,9 +10,10 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from nanospec.attention import mask
+from nanospec.attention.backend import HOST_PLANNED
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.types import Capability, PlanKind
+from nanospec.types import Capability
 
 # Partial results of requests whose keys are split over several blocks go here. FlashInfer raises
 # where it does not suffice; 64 requests of 8 rows on 64 query heads need 383 MiB (formula of its
@@ -43,27 +44,26 @@ class FlashInferAttention:
         # and FlashInfer's fa3 takes no mask. The two run one after the other and share workspace.
         self._plain = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         self._masked = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        # A plan travels to the GPU from a pinned buffer, which the next plan overwrites.
+        self._planned = torch.cuda.Event()
         self._batch: ForwardBatch | None = None
         self._plans: list[_Plan] = []
 
     def capability(self, layer: int) -> Capability:
         """See `AttentionBackend.capability`; all layers are alike."""
         del layer
-        return Capability(
-            kind=PlanKind.MASK,
-            max_rows=mask.MAX_MASKED_ROWS,
-            takes_device_counts=False,
-            reason="it plans on the host, from row counts the host knows",
-        )
+        return HOST_PLANNED
 
     def begin(self, batch: ForwardBatch) -> None:
         """Plan the kernels for this batch's lengths; see `AttentionBackend.begin`."""
+        self._planned.synchronize()
         self._batch = batch
         self._plans = []
         split = batch.num_unmasked
         self._plan(self._plain, range(split), first_row=0)
         first_row = sum(batch.qo_lens[:split])
         self._plan(self._masked, range(split, batch.num_reqs), first_row=first_row)
+        self._planned.record()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend.attend`."""

@@ -4,9 +4,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanospec.attention import mask
+from nanospec.attention.backend import HOST_PLANNED
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.types import Capability, PlanKind
+from nanospec.types import Capability
 
 
 class TorchAttention:
@@ -21,12 +22,7 @@ class TorchAttention:
     def capability(self, layer: int) -> Capability:
         """See `AttentionBackend.capability`; all layers are alike."""
         del layer
-        return Capability(
-            kind=PlanKind.MASK,
-            max_rows=mask.MAX_MASKED_ROWS,
-            takes_device_counts=False,
-            reason="it plans on the host, from row counts the host knows",
-        )
+        return HOST_PLANNED
 
     def begin(self, batch: ForwardBatch) -> None:
         """Build each segment's page list and mask, once for all layers."""

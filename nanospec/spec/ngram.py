@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
 from nanospec.spec.speculator import Speculator
 from nanospec.types import Draft, Request
 
@@ -19,9 +22,11 @@ class NgramSpeculator(Speculator):
         return [self._draft(request.tokens, request.max_drafts) for request in requests]
 
     def _draft(self, tokens: list[int], count: int) -> Draft | None:
+        text = np.array(tokens)
         for size in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
-            suffix = tokens[-size:]
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == suffix:
-                    return Draft(tokens[start + size : start + size + count])
+            windows = sliding_window_view(text[:-1], size)
+            starts = np.flatnonzero((windows == text[-size:]).all(axis=1))
+            if len(starts) > 0:
+                end = int(starts[-1]) + size
+                return Draft(tokens[end : end + count])
         return None

@@ -9,6 +9,7 @@ from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
 
 _CONTEXT = 2  # tokens that select a node's children
 _BRANCHES = 3  # children of a node at most
+_MOST_CONTEXTS = 500_000  # then everything is forgotten, which bounds the memory to some 200 MB
 
 
 class TrieSpeculator(Speculator):
@@ -21,6 +22,8 @@ class TrieSpeculator(Speculator):
 
     def observe_step(self, step: StepOutput) -> None:
         """Count which token followed which n-gram, prompts included."""
+        if len(self._successors) > _MOST_CONTEXTS:
+            self._successors.clear()
         for rows in step.committed:
             tokens = rows.request.tokens
             for end in range(max(rows.start, _CONTEXT - 1), rows.end):

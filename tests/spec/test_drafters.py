@@ -1,5 +1,9 @@
 """What the model-free speculators draft."""
 
+import re
+import sys
+from pathlib import Path
+
 import torch
 
 from nanospec.config import EngineConfig
@@ -55,3 +59,19 @@ def test_trie_branches_by_frequency_and_its_survival_falls_along_every_path() ->
 
 def test_an_unknown_context_gets_no_draft() -> None:
     assert TrieSpeculator(SETUP).propose([drafting([1, 2])]) == [None]
+
+
+def test_the_speculator_in_the_documentation_works(qwen3: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "round.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(code.splitlines()) <= 45
+    (tmp_path / "documented.py").write_text(code)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        llm = helpers.make_llm(qwen3, speculator="documented:TrieSpeculator")
+    finally:
+        sys.path.remove(str(tmp_path))
+    prompts = [[*range(5, 15)] * 3, [7, 8] * 9]
+    want = helpers.token_ids(helpers.make_llm(qwen3), prompts, helpers.greedy(30))
+    assert helpers.token_ids(llm, prompts, helpers.greedy(30)) == want
+    assert llm.stats.accepted > 0
