@@ -45,7 +45,7 @@ class FlashInferAttention:
         self._plain = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         self._masked = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         # A plan travels to the GPU from a pinned buffer, which the next plan overwrites.
-        self._planned = torch.cuda.Event()
+        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
         self._batch: ForwardBatch | None = None
         self._plans: list[_Plan] = []
 
