@@ -362,24 +362,31 @@ def test_a_seeded_request_draws_the_same_tokens_on_gpu_and_cpu(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_smollm2_greedy_tokens_equal_the_recorded_ones(smollm2: Path) -> None:
-    llm = helpers.make_llm(smollm2, max_model_len=512)
+@pytest.mark.parametrize("speculator", ["none", "ngram", "trie", "draft"])
+def test_smollm2_greedy_tokens_equal_the_recorded_ones(smollm2: Path, speculator: str) -> None:
+    draft = str(smollm2) if speculator == "draft" else None
+    llm = helpers.make_llm(smollm2, max_model_len=512, speculator=speculator, draft=draft)
     assert _divergences(llm, 1e-3) == []
+    assert (llm.stats.accepted > 0) == (speculator != "none")
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
+@pytest.mark.parametrize("speculator", ["none", "ngram", "trie", "draft"])
 @pytest.mark.parametrize(
     ("attention", "dtype", "near_tie"),
     # bfloat16 has 8 bits: logits around 20 are 0.125 apart.
     [("torch", "float32", 1e-3), ("torch", "bfloat16", 0.5), ("flashinfer", "bfloat16", 0.5)],
 )
 def test_smollm2_on_a_gpu_diverges_at_near_ties_only(
-    smollm2: Path, attention: str, dtype: str, near_tie: float
+    smollm2: Path, attention: str, dtype: str, near_tie: float, speculator: str
 ) -> None:
     options: dict[str, Any] = {"dtype": dtype, "attention": attention, "max_model_len": 512}
-    llm = LLM(str(smollm2), device="cuda", kv_cache_gib=1.0, **options)
+    options |= {"speculator": speculator, "max_num_seqs": 64, "kv_cache_gib": 1.0}
+    options["draft"] = str(smollm2) if speculator == "draft" else None
+    llm = LLM(str(smollm2), device="cuda", **options)
     assert _divergences(llm, near_tie) == []
+    assert (llm.stats.accepted > 0) == (speculator != "none")
 
 
 def _divergences(llm: LLM, near_tie: float) -> list[tuple[int, int, float]]:
