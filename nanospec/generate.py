@@ -155,7 +155,8 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if (args.prompt is None) == (args.prompts is None):
-        raise ConfigError("pass either a prompt or --prompts FILE")
+        hint = "; a word right after --trace is its FILE" if args.trace else ""
+        raise ConfigError(f"pass either a prompt or --prompts FILE{hint}")
     if args.resume and args.output is None:
         raise ConfigError("--resume needs --output FILE")
     if args.output is not None and args.prompts is None:

@@ -308,6 +308,7 @@ def test_bad_rows_are_named_and_nothing_is_written(
         (["--speculator", "ngram", "--draft", "x", "hi"], "takes no drafter"),
         (["--trace", "no/such/folder/file", "hi"], "no folder"),
         ([], "either a prompt or --prompts"),
+        (["--trace", "hi"], "right after --trace"),
         (["hi", "--prompts", "x"], "either a prompt or --prompts"),
         (["--resume", "hi"], "--output"),
         (["--output", "x", "hi"], "--prompts"),
