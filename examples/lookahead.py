@@ -12,7 +12,7 @@ made of such pairs. After Lookahead decoding (Fu et al., arXiv:2402.02057), much
 from collections.abc import Sequence
 from itertools import pairwise
 
-from nanospec.spec.speculator import Speculator
+from nanospec.spec.speculator import Speculator, SpeculatorSetup
 from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
 
 NOBODY = -1  # parent of a row that is only computed
@@ -21,8 +21,11 @@ NOBODY = -1  # parent of a row that is only computed
 class LookaheadSpeculator(Speculator):
     """Drafts from pairs of tokens that the target has shown, and looks ahead for more of them."""
 
-    def resources(self) -> Resources:
+    def __init__(self, setup: SpeculatorSetup):
+        super().__init__(setup)
         self._after: dict[int, int] = {}  # token: what the target last put behind it
+
+    def resources(self) -> Resources:
         return Resources(PlanKind.MASK, 1 + self.setup.config.max_draft_len)
 
     def observe_step(self, step: StepOutput) -> None:

@@ -34,14 +34,11 @@ class Stats:
         """Share of rounds that kept a draft of depth 1, 2, .. among those that verified one."""
         return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
 
-    def count_round(
-        self, *, drafted: int, verified: int, depth: int, accepted: int, emitted: int
-    ) -> None:
+    def count_round(self, *, verified: int, depth: int, accepted: int, emitted: int) -> None:
         """Count a round; what a stop cut off is counted neither as kept nor as offered.
 
         Args:
-            drafted: draft tokens proposed.
-            verified: of these, run through the target.
+            verified: draft tokens run through the target.
             depth: of the deepest one verified.
             accepted: drafts accepted, before stops.
             emitted: tokens kept, `accepted + 1` unless a stop cut them.
@@ -49,7 +46,6 @@ class Stats:
         if emitted <= accepted:
             accepted = depth = emitted
         self.rounds += 1
-        self.drafted += drafted
         self.verified += verified
         self.accepted += accepted
         self.emitted += emitted

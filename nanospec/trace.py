@@ -10,8 +10,14 @@ from torch import Tensor
 from nanospec.text import Tokenizer
 from nanospec.types import Draft, StepOutput
 
-_COLOURS = {"accepted": "\033[32m", "rejected": "\033[31m", "not verified": "\033[2m"}
-_MARKS = {"accepted": "+", "rejected": "x", "not verified": "."}
+_COLOURS = {
+    "accepted": "\033[32m",
+    "rejected": "\033[31m",
+    "cut": "\033[33m",  # accepted, but behind a stop
+    "lookahead": "\033[36m",  # computed, not a guess
+    "not verified": "\033[2m",
+}
+_MARKS = {"accepted": "+", "rejected": "x", "cut": "/", "lookahead": "~", "not verified": "."}
 _RESET = "\033[0m"
 
 
@@ -56,24 +62,32 @@ class Tracer:
         return {
             "request": request.request_id,
             "root": self._token(root),
-            "drafts": list(self._drafts(step.drafts[index], verified, step.path[index])),
+            "drafts": list(
+                self._drafts(step.drafts[index], verified, step.path[index], len(emitted))
+            ),
             "emitted": [self._token(token) for token in emitted],
-            "finish_reason": request.finish_reason,
+            "finish_reason": step.reasons[index],
         }
 
     def _drafts(
-        self, draft: Draft | None, verified: int, path: list[int]
+        self, draft: Draft | None, verified: int, path: list[int], kept: int
     ) -> Iterator[dict[str, Any]]:
         if draft is None:
             return
         tokens = draft.tokens.tolist() if isinstance(draft.tokens, Tensor) else draft.tokens
-        for row, token in enumerate(tokens, start=1):
-            fate = "rejected" if row <= verified else "not verified"
+        parents = range(len(tokens)) if draft.parents is None else draft.parents
+        lookahead: set[int] = set()
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+            if parent < 0 or parent in lookahead:
+                lookahead.add(row)
+            fate = "lookahead" if row in lookahead else "rejected"
+            if row in path:
+                fate = "accepted" if path.index(row) <= kept else "cut"
             yield {
                 "row": row,
-                "parent": row - 1 if draft.parents is None else draft.parents[row - 1],
+                "parent": parent,
                 "token": self._token(token),
-                "fate": "accepted" if row in path else fate,
+                "fate": fate if row <= verified else "not verified",
                 "survival": None if draft.survival is None else draft.survival[row - 1],
             }
 
@@ -91,9 +105,7 @@ class Tracer:
             end = f" ({request['finish_reason']})" if request["finish_reason"] else ""
             yield f"  #{request['request']} {_show(request['root'])} => {emitted}{end}"
             yield from self._tree(request["drafts"], parent=0, indent="     ")
-            lookahead = [draft for draft in request["drafts"] if draft["parent"] < 0]
-            for draft in lookahead:
-                yield f"     ~ {self._node(draft)}"
+            yield from self._tree(request["drafts"], parent=-1, indent="     ")
 
     def _tree(self, drafts: list[dict[str, Any]], parent: int, indent: str) -> Iterator[str]:
         """Draw the children of a row: an only child goes on below, siblings branch."""

@@ -112,8 +112,8 @@ class Draft:
 
     `probs` are what the tokens were drawn from: row i - 1 is the distribution at the *parent* of
     row i, so siblings share one; the first sibling was drawn from it, the next from what is left
-    without the first, and so on. Without `probs` the tokens count as a point mass: they are
-    accepted exactly where the target draws them, whatever they were made from.
+    without the first, and so on. Without `probs`, or where a request shares noise, the tokens count
+    as a point mass: they are accepted exactly where the target draws them.
 
     A sampled token's `survival` may depend on tokens before it, never on the token itself, or the
     choice of what is verified would bias the output.
@@ -196,6 +196,7 @@ class VerifyPlan:
     num_rows: Tensor  # [R] int64, at least 1
     num_tokens: int  # host, at least the sum of num_rows
     row_counts: list[int] | None  # [R] host copy of num_rows, where it is known
+    num_masked: int  # requests that need a mask, the last ones; a chain needs none
     probs: Tensor | None = None  # [R, K, V] fp32, zero where a request has none
     is_sampled: Tensor | None = None  # [R] bool, which requests have probs; None: none has
     positions: Tensor | None = None  # [R, M] int64, counted from the root's; None: the depths
@@ -273,6 +274,7 @@ class StepOutput:
     drafts: list[Draft | None]  # [R], of which the plan verified a part
     plan: VerifyPlan
     emitted: list[list[int]]  # [R] tokens kept, none after a stop
+    reasons: list[FinishReason | None]  # [R] why each request ends with this round, if it does
     path: list[list[int]]  # [R] rows of the accepted path, the root first, before stops
     committed: list[CommittedRows]  # chunks first, then the requests' paths
     features: list[Tensor]  # per tap [C, H], residual stream of the committed rows, in order

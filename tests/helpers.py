@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -88,6 +89,21 @@ def make_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         "chat_template": TEMPLATE,
     }
     write_json(folder / "tokenizer_config.json", tokenizer_config)
+    return folder
+
+
+def perturbed(source: Path, folder: Path, noise: float) -> Path:
+    """Write a copy of a checkpoint with noise, relative to each matrix's deviation, on it."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            drawn = torch.randn(tensor.shape, generator=generator)
+            tensors[name] = tensor + noise * tensor.std() * drawn
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -180,13 +180,20 @@ def oracle(
 
 
 def run_tables(
-    kind: type[Speculator], seeds: range, *, max_tokens: int = 4, **params: object
+    kind: type[Speculator],
+    seeds: range,
+    *,
+    max_tokens: int = 4,
+    page_size: int = 4,
+    num_pages: int | None = None,
+    **params: object,
 ) -> list[Request]:
     """Run many requests, each with its own seed, together to their end."""
     ctx = helpers.make_context(
         TableRunner(),
         kind,
-        num_pages=8 * len(seeds),
+        num_pages=num_pages or 8 * len(seeds),
+        page_size=page_size,
         vocab_size=SMALL,
         prefix_caching=False,
         max_num_seqs=len(seeds),

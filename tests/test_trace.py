@@ -39,6 +39,33 @@ def test_the_data_of_a_trace_adds_up_to_the_output(qwen3: Path, speculator: str)
     assert {"accepted", "rejected"} <= fates
 
 
+# Found in review: drafts behind a stop were shown as accepted, some lookahead rows not at all.
+def test_the_trace_agrees_with_the_statistics_behind_a_stop(qwen3: Path) -> None:
+    prompt = [5, 6, 7, 8]
+    free = helpers.token_ids(helpers.make_llm(qwen3), [prompt], helpers.greedy(20))[0]
+    llm = helpers.make_llm(qwen3, draft=str(qwen3), max_draft_len=6)
+    out = io.StringIO()
+    llm.engine.observers.append(Tracer(out, llm.tokenizer, as_data=True))
+    stats = llm.generate(prompt, helpers.greedy(20, stop_token_ids=[free[3]]))[0].stats
+    drafts = [
+        draft["fate"]
+        for line in out.getvalue().splitlines()
+        for request in json.loads(line)["requests"]
+        for draft in request["drafts"]
+    ]
+    assert drafts.count("accepted") == stats.accepted and "cut" in drafts
+
+
+def test_every_row_of_a_mask_plan_is_drawn(qwen3: Path) -> None:
+    name = "examples.lookahead:LookaheadSpeculator"
+    drawing = traced(qwen3, name, as_data=False)
+    records = [json.loads(line) for line in traced(qwen3, name, as_data=True).splitlines()]
+    drafts = [d for record in records for r in record["requests"] for d in r["drafts"]]
+    drawn = [line.lstrip(" │├└") for line in drawing.splitlines()]
+    assert sum(line[:2] in ("+ ", "x ", ". ", "~ ", "/ ") for line in drawn) == len(drafts)
+    assert sum(draft["fate"] == "lookahead" for draft in drafts) > 0
+
+
 def test_the_drawing_has_a_line_per_draft_and_branches_for_siblings(qwen3: Path) -> None:
     trees = "tests.speculators:RandomDrafts"
     text = traced(qwen3, trees, as_data=False)

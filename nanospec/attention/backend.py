@@ -46,13 +46,16 @@ class AttentionBackend(Protocol):
         ...
 
 
-def create_attention(name: str, cache: PagedKVCache, num_heads: int) -> AttentionBackend:
+def create_attention(
+    name: str, cache: PagedKVCache, num_heads: int, *, beside: AttentionBackend | None = None
+) -> AttentionBackend:
     """Build a backend over a cache.
 
     Args:
         name: torch, flashinfer, or auto: flashinfer on a GPU, torch on a CPU.
         cache: the keys and values of all layers.
         num_heads: Hq.
+        beside: another backend that never runs at the same time; scratch memory is shared.
 
     Raises:
         BackendUnavailableError: the backend cannot run here or not on this cache.
@@ -83,4 +86,5 @@ def create_attention(name: str, cache: PagedKVCache, num_heads: int) -> Attentio
             f"FlashInfer is used for head widths 64 and 128, this model has {cache.head_dim}; "
             f"pass --attention torch"
         )
-    return FlashInferAttention(cache, num_heads)
+    shared = beside.workspace if isinstance(beside, FlashInferAttention) else None
+    return FlashInferAttention(cache, num_heads, shared)

@@ -35,11 +35,13 @@ class FlashInferAttention:
     Causal segments never pay for masked ones: each group has a plan and a kernel launch of its own.
     """
 
-    def __init__(self, cache: PagedKVCache, num_heads: int):
+    def __init__(self, cache: PagedKVCache, num_heads: int, workspace: Tensor | None = None):
         self._cache = cache
         self._num_heads = num_heads
         device = cache.k.device
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if workspace is None:
+            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.workspace = workspace
         # fa2 by name: "auto" picks fa3 on Hopper for a first plan without a mask and keeps it,
         # and FlashInfer's fa3 takes no mask. The two run one after the other and share workspace.
         self._plain = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")

@@ -155,7 +155,7 @@ class Engine:
         """Allocate caches, pick kernels, and let the speculator adapt to them."""
         speculator, drafter = self.speculator, self.speculator.cache_layers()
         models = [self.model_config] if drafter is None else [self.model_config, drafter]
-        num_pages = count_pages(config, decoder, models, speculator.resources(), self.max_model_len)
+        num_pages = count_pages(config, decoder, models, speculator.effective, self.max_model_len)
         longest = num_pages * config.page_size
         if longest < self.max_model_len:  # only where the user asked for no length
             logger.warning(
@@ -183,7 +183,7 @@ class Engine:
             speculator, layer_capabilities(attention, kernels[COMMIT], num_layers)
         )
         if drafter is not None:
-            own = create_attention(config.attention, caches[1], drafter.num_heads)
+            own = create_attention(config.attention, caches[1], drafter.num_heads, beside=attention)
             speculator.start(caches[1], own)
         else:
             speculator.start(None, None)

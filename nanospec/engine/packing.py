@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanospec.attention import mask
 from nanospec.attention.batch import ForwardBatch, slots_of
-from nanospec.types import PackedRows, PlanKind, Request, Segment, VerifyPlan
+from nanospec.types import PackedRows, Request, Segment, VerifyPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ def pack(
     """
     kv_lens = [len(request.tokens) - 1 for request in requests]
     width = max((len(request.pages) for request in requests), default=1)
-    tables = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+    scratch_page = scratch_slot // page_size
+    tables = [r.pages + [scratch_page] * (width - len(r.pages)) for r in requests]
     rows = pack_rows(
         plan,
         torch.tensor(kv_lens, dtype=torch.int64).to(device),
@@ -60,7 +61,7 @@ def pack(
     if counts is None:
         counts = plan.num_rows.tolist()  # synchronises: these backends plan on the host
         rows = _first_rows(rows, sum(counts))
-    is_masked = plan.kind > PlanKind.CHAIN
+    first_masked = sum(counts[: len(counts) - plan.num_masked])
     chunk_ends = [chunk.request.kv_len + chunk.num_rows for chunk in chunks]
     batch = ForwardBatch(
         token_ids=torch.cat((chunk_rows[0], rows.token_ids)),
@@ -70,8 +71,8 @@ def pack(
         kv_lens=chunk_ends + [start + count for start, count in zip(kv_lens, counts, strict=True)],
         page_tables=[chunk.request.pages for chunk in chunks] + [r.pages for r in requests],
         logit_rows=torch.arange(first_row, first_row + sum(counts), device=device),
-        num_masked=len(requests) if is_masked else 0,
-        visibility=rows.words if is_masked else None,
+        num_masked=plan.num_masked,
+        visibility=rows.words[first_masked:] if plan.num_masked else None,
     )
     return PackedStep(batch, rows, first_row)
 

@@ -21,9 +21,12 @@ from nanospec.cudagraph.runner import ModelRunner, TargetOutput
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
+from nanospec.spec.accept import accept
+from nanospec.spec.plan import check_plan, first_path
 from nanospec.spec.speculator import Speculator
 from nanospec.types import (
     AcceptResult,
+    Budget,
     CommittedRows,
     FinishReason,
     PlanKind,
@@ -57,8 +60,8 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
         PlanError: the speculator's plan is malformed; nothing was changed.
     """
     requests = [segment.request for segment in segments if segment.samples]
+    requests.sort(key=_needs_mask)  # so that the others stay on the causal kernel
     chunks = _chunks(segments)
-    device = ctx.cache.k.device
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
     step = pack(  # where it goes
@@ -67,16 +70,27 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
         chunks,
         page_size=ctx.cache.page_size,
         scratch_slot=ctx.scratch_slot,
-        device=device,
+        device=ctx.cache.k.device,
     )
     output = ctx.runner.run(step.batch)  # target forward
-    result = ctx.speculator.accept(plan, output.logits, requests, step.rows)  # what survives
+    result = ctx.speculator.accept(plan, output, requests, step.rows)  # what survives
+    if result is None:
+        result = accept(plan, output.logits, requests, step.rows)
     done = _commit(ctx, requests, chunks, step, result, plan, output)  # make it last
-    ctx.speculator.observe_step(done)  # learn
-    for observe in ctx.observers:
-        observe(done)
+    try:
+        ctx.speculator.observe_step(done)  # learn
+        for observe in ctx.observers:
+            observe(done)
+    finally:  # whatever an observer does, who has ended holds no pages
+        for request, reason in zip(requests, done.reasons, strict=True):
+            if reason is not None:
+                ctx.scheduler.finish(request, reason)
     _propose(ctx, requests)  # guess again
     return requests
+
+
+def _needs_mask(request: Request) -> bool:
+    return request.draft is not None and request.draft.parents is not None
 
 
 def _chunks(segments: Sequence[Segment]) -> list[Segment]:
@@ -90,21 +104,17 @@ def _chunks(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _check(plan: VerifyPlan, requests: Sequence[Request], speculator: Speculator) -> None:
-    """Refuse a plan that goes beyond what was declared, or beyond the pages a request holds."""
+    """Refuse a plan that goes beyond what was agreed on; read one of a speculator's own back."""
     effective = speculator.effective
     if plan.num_reqs != len(requests):
         raise PlanError(f"the plan has {plan.num_reqs} requests, the round {len(requests)}")
-    if plan.kind > effective.kind or plan.max_rows > max(effective.max_rows, 1):
+    if plan.kind > effective.kind or plan.max_rows > effective.max_rows:
         raise PlanError(
             f"the plan is a {plan.kind.name.lower()} of up to {plan.max_rows} rows, and "
             f"{effective.kind.name.lower()}s of {effective.max_rows} rows were agreed on"
         )
-    for request, count in zip(requests, plan.row_counts or [], strict=False):
-        if count > 1 + request.max_drafts:
-            raise PlanError(
-                f"the plan has {count} rows for request {request.request_id}, which has room for "
-                f"{1 + request.max_drafts}"
-            )
+    if type(speculator).plan is not Speculator.plan:
+        check_plan(plan, requests, effective, speculator.setup.model.vocab_size)
 
 
 def _commit(
@@ -119,7 +129,8 @@ def _commit(
     """Make the accepted paths part of their requests: cache, tokens, text, counters, pages."""
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
         _move_accepted(ctx, step, result)
-    tokens, path = _read(result)
+    tokens, path, parents = _read(result, plan)
+    counts = step.batch.qo_lens[len(chunks) :]
     committed = []
     for chunk in chunks:
         start = chunk.request.kv_len
@@ -127,9 +138,19 @@ def _commit(
         committed.append(CommittedRows(chunk.request, start, chunk.request.kv_len))
     emitted = []
     reasons: list[FinishReason | None] = []
-    for request, own, rows in zip(requests, tokens, path, strict=True):
+    for request, own, rows, above, count in zip(
+        requests, tokens, path, parents, counts, strict=True
+    ):
         start = request.kv_len
-        kept, reason = _append(request, own, len(rows) - 1)
+        is_round = request.num_output > 0  # the end of a prompt is no round
+        kept, reason = _append(request, own)
+        if is_round:
+            request.stats.count_round(
+                verified=count - 1,
+                depth=_depth(above[:count]),
+                accepted=len(rows) - 1,
+                emitted=len(kept),
+            )
         ctx.scheduler.commit(request, len(kept))
         committed.append(CommittedRows(request, start, request.kv_len))
         emitted.append(kept)
@@ -139,6 +160,7 @@ def _commit(
         drafts=[request.draft for request in requests],
         plan=plan,
         emitted=emitted,
+        reasons=reasons,
         path=path,
         committed=committed,
         features=_committed_features(output.features, step, path, emitted),
@@ -146,11 +168,9 @@ def _commit(
         rows=step.rows,
         num_tokens=step.batch.num_tokens,
     )
-    for request, reason in zip(requests, reasons, strict=True):
+    for request in requests:
         request.draft = None
         request.max_drafts = 0
-        if reason is not None:
-            request.finish_reason = reason
     return done
 
 
@@ -165,24 +185,24 @@ def _move_accepted(ctx: RoundContext, step: PackedStep, result: AcceptResult) ->
         ctx.move_kv(cache, src, dst, result.num_emitted)
 
 
-def _read(result: AcceptResult) -> tuple[list[list[int]], list[list[int]]]:
-    """Read emitted tokens and path of each request; the one synchronisation of the round."""
-    width = result.tokens.shape[1]
-    read = torch.cat((result.tokens, result.path, result.num_emitted[:, None]), dim=1).tolist()
+def _read(
+    result: AcceptResult, plan: VerifyPlan
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Read emitted tokens, path and parents of each request; the one wait for the GPU's work."""
+    width = plan.max_rows
+    columns = (result.tokens, result.path, plan.parents, result.num_emitted[:, None])
+    read = torch.cat(columns, dim=1).tolist()
     tokens = [row[: row[-1]] for row in read]
     path = [row[width : width + row[-1]] for row in read]
-    return tokens, path
+    return tokens, path, [row[2 * width : 3 * width] for row in read]
 
 
-def _append(
-    request: Request, tokens: Sequence[int], accepted: int
-) -> tuple[list[int], FinishReason | None]:
+def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
     """Append tokens up to the one that ends the request; ids, text and counters end there.
 
     Returns:
         The tokens kept, and why the last one is the last, if it is.
     """
-    is_round = request.num_output > 0  # the end of a prompt is no round
     kept: list[int] = []
     reason: FinishReason | None = None
     for token in tokens:
@@ -192,14 +212,6 @@ def _append(
         if reason is not None:
             break
     request.stats.tokens += len(kept)
-    if is_round:
-        request.stats.count_round(
-            drafted=0 if request.draft is None else len(request.draft),
-            verified=request.num_planned,
-            depth=_depth(request),
-            accepted=accepted,
-            emitted=len(kept),
-        )
     return kept, reason
 
 
@@ -213,14 +225,11 @@ def _reason_to_end(request: Request, token: int) -> FinishReason | None:
     return "length" if len(request.tokens) >= request.max_len else None
 
 
-def _depth(request: Request) -> int:
-    """Return the depth of the deepest draft that was verified."""
-    count = request.num_planned
-    if request.draft is None or request.draft.parents is None:
-        return count
+def _depth(parents: Sequence[int]) -> int:
+    """Return how deep a tree of rows is, given each row's parent; rows of nobody are not in it."""
     depths = [0]
-    for parent in request.draft.parents[:count]:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
     return max(depths)
 
 
@@ -244,12 +253,15 @@ def _committed_features(
 
 
 def _propose(ctx: RoundContext, requests: Sequence[Request]) -> None:
-    """Release requests that ended, reserve pages for the next drafts, and have them guessed."""
-    for request in requests:
-        if request.finish_reason is not None:
-            ctx.scheduler.finish(request, request.finish_reason)
+    """Reserve pages for the next drafts, and have them guessed."""
+    effective = ctx.speculator.effective
     budget = ctx.speculator.candidate_budget(ctx.scheduler.view())
-    going = ctx.scheduler.reserve_drafts(requests, budget)
-    if going:
-        for request, draft in zip(going, ctx.speculator.propose(going), strict=True):
-            request.draft = draft
+    most = min(budget.max_rows_per_request, effective.max_rows)
+    going = ctx.scheduler.reserve_drafts(requests, Budget(budget.total_drafts, most))
+    if not going:
+        return
+    for request, draft in zip(going, ctx.speculator.propose(going), strict=True):
+        if draft is None:
+            continue
+        request.stats.drafted += len(draft)
+        request.draft = first_path(draft) if effective.kind is PlanKind.CHAIN else draft

@@ -63,13 +63,11 @@ class Scheduler:
     def schedule(self) -> list[Segment]:
         """Choose the segments of the next forward; their pages are held when this returns.
 
-        Rows of requests that already generate come first: a long prompt must not stall them.
+        Rows of requests that already generate come first, as a long prompt must not stall them;
+        then prompts; drafts get the rows that are left.
         """
         segments = [Segment(request, 1) for request in self._grow()]
         budget = self._max_num_batched_tokens - len(segments)
-        for segment in segments:
-            segment.request.max_drafts = min(segment.request.num_planned, budget)
-            budget -= segment.request.num_planned
         for request in self.running:
             if _num_pending(request) > 1 and budget > 0:
                 segments.append(Segment(request, min(_num_pending(request), budget)))
@@ -79,6 +77,9 @@ class Scheduler:
             request = self._admit()
             segments.append(Segment(request, min(_num_pending(request), budget)))
             budget -= segments[-1].num_rows
+        for segment in segments:
+            segment.request.max_drafts = min(segment.request.num_planned, budget)
+            budget -= segment.request.num_planned
         return segments
 
     def commit(self, request: Request, num_rows: int) -> None:
@@ -95,32 +96,21 @@ class Scheduler:
     def reserve_drafts(self, requests: Sequence[Request], budget: Budget) -> list[Request]:
         """Fit each request's pages to its tokens and the drafts it may make next.
 
-        Drafts take free pages only; pages beyond go back.
+        The budget is dealt out evenly. Drafts take free pages only; pages beyond go back.
 
         Returns:
             The requests that may make drafts; `max_drafts` says how many.
         """
-        left, drafting = budget.total_drafts, []
-        for request in requests:
-            if request.is_finished:
-                continue
-            request.max_drafts = self._room(request, min(budget.max_rows_per_request - 1, left))
+        going = [request for request in requests if not request.is_finished]
+        shares = _deal([_num_useful(r) for r in going], budget)
+        for request, share in zip(going, shares, strict=True):
+            slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
+            request.max_drafts = max(min(share, slots - len(request.tokens)), 0)
             needed = self.pages.pages_for(len(request.tokens) + request.max_drafts)
             if request.max_drafts > 0:
-                missing = max(needed - len(request.pages), 0)
-                request.pages += self.pages.allocate(missing)
-                left -= request.max_drafts
-                drafting.append(request)
+                request.pages += self.pages.allocate(max(needed - len(request.pages), 0))
             self._cut_pages(request, needed)
-        return drafting
-
-    def _room(self, request: Request, wanted: int) -> int:
-        """Return how many drafts, at most as many as wanted, have pages and can still be used."""
-        if not request.params.speculate:
-            return 0
-        slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
-        useful = request.max_len - len(request.tokens) - 1
-        return max(min(wanted, useful, slots - len(request.tokens)), 0)
+        return [request for request in going if request.max_drafts > 0]
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a running or waiting request: its pages go back, its text is complete."""
@@ -214,3 +204,21 @@ class Scheduler:
 def _num_pending(request: Request) -> int:
     """Return how many known tokens have no keys and values yet."""
     return len(request.tokens) - request.kv_len
+
+
+def _num_useful(request: Request) -> int:
+    """Return how many drafts a request could still use: one more token than them is emitted."""
+    left = request.max_len - len(request.tokens) - 1
+    return max(left, 0) if request.params.speculate else 0
+
+
+def _deal(wanted: Sequence[int], budget: Budget) -> list[int]:
+    """Deal a budget out, one draft each at a time, to nobody more than wanted or allowed."""
+    shares = [0] * len(wanted)
+    left = budget.total_drafts
+    for depth in range(budget.max_rows_per_request - 1):
+        for index, own in enumerate(wanted):
+            if own > depth and left > 0:
+                shares[index] += 1
+                left -= 1
+    return shares

@@ -87,8 +87,8 @@ class DraftModelSpeculator(Speculator):
             if q is not None:
                 probs.append(q.new_zeros(len(requests), q.shape[1]).index_copy(0, index, q))
         return [
-            _draft(request, tokens[index, 1 : 1 + own], [q[index] for q in probs[:own]])
-            for index, (request, own) in enumerate(zip(requests, room, strict=True))
+            _draft(tokens[index, 1 : 1 + own], [q[index] for q in probs[:own]])
+            for index, own in enumerate(room)
         ]
 
     def _draw(
@@ -138,8 +138,7 @@ class DraftModelSpeculator(Speculator):
         return hidden
 
 
-def _draft(request: Request, tokens: Tensor, probs: Sequence[Tensor]) -> Draft | None:
+def _draft(tokens: Tensor, probs: Sequence[Tensor]) -> Draft | None:
     if len(tokens) == 0:
         return None
-    # Drafts that share the target's noise are judged by equality, whatever they were drawn from.
-    return Draft(tokens, probs=None if request.shares_noise else torch.stack(list(probs)))
+    return Draft(tokens, probs=torch.stack(list(probs)) if probs else None)

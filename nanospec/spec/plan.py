@@ -24,10 +24,7 @@ class _Rows:
     @property
     def kind(self) -> PlanKind:
         """The least kind of attention these rows need."""
-        if NOBODY in self.parents[1:]:
-            return PlanKind.MASK
-        is_chain = self.parents[1:] == list(range(len(self.parents) - 1))
-        return PlanKind.CHAIN if is_chain else PlanKind.TREE
+        return _kind(self.parents)
 
 
 def build_plan(
@@ -56,7 +53,9 @@ def build_plan(
         _rows(request, request.draft if count else None, count, vocab_size)
         for request, count in zip(requests, counts, strict=True)
     ]
-    kind = max((each.kind for each in rows), default=PlanKind.CHAIN)
+    kinds = [each.kind for each in rows]
+    kind = max(kinds, default=PlanKind.CHAIN)
+    num_causal = next((i for i, own in enumerate(kinds) if own > PlanKind.CHAIN), len(kinds))
     for request, each in zip(requests, rows, strict=True):
         _check_resources(request, each, resources)
     lengths = [len(each.tokens) for each in rows]
@@ -70,6 +69,7 @@ def build_plan(
         num_rows=torch.tensor(lengths, dtype=torch.int64).to(device),
         num_tokens=sum(lengths),
         row_counts=lengths,
+        num_masked=len(kinds) - num_causal,
         probs=probs,
         is_sampled=is_sampled,
         positions=_padded([each.positions for each in rows], max_rows, device) if is_mask else None,
@@ -77,18 +77,61 @@ def build_plan(
     )
 
 
+def check_plan(
+    plan: VerifyPlan, requests: Sequence[Request], resources: Resources, vocab_size: int
+) -> None:
+    """Read back a plan that `build_plan` did not make, and refuse it if it is malformed.
+
+    Synchronises, which only speculators with a `plan` of their own pay for.
+
+    Raises:
+        PlanError: a row is malformed, or its request's rows exceed the resources or the pages.
+    """
+    parents, tokens = plan.parents.tolist(), plan.tokens.tolist()
+    causal = len(requests) - plan.num_masked
+    for index, (request, count) in enumerate(zip(requests, plan.num_rows.tolist(), strict=True)):
+        if not 1 <= count <= plan.max_rows:
+            raise _error(request, 0, f"{count} rows in a plan of {plan.max_rows}")
+        if count > 1 + request.max_drafts:
+            raise _error(request, count - 1, f"there are pages for {request.max_drafts} drafts")
+        if tokens[index][0] != request.tokens[-1] or parents[index][0] != NOBODY:
+            raise _error(request, 0, "row 0 is the root, the last committed token")
+        for row in range(1, count):
+            token, parent = tokens[index][row], parents[index][row]
+            if not 0 <= token < vocab_size:
+                raise _error(
+                    request, row, f"token {token} is not in the vocabulary of {vocab_size}"
+                )
+            if not NOBODY <= parent < row:
+                raise _error(request, row, f"its parent is row {parent}; parents come first")
+        own = _kind(parents[index][:count])
+        if own > min(plan.kind, resources.kind) or (own > PlanKind.CHAIN and index < causal):
+            raise _error(request, 0, f"it is a {own.name.lower()}, and less was declared")
+        if own is PlanKind.MASK and (plan.positions is None or plan.visibility is None):
+            raise _error(request, 0, "rows of nobody need positions and visibility")
+
+
+def _kind(parents: Sequence[int]) -> PlanKind:
+    """Return the least kind of attention that rows with these parents need."""
+    if NOBODY in parents[1:]:
+        return PlanKind.MASK
+    is_chain = list(parents[1:]) == list(range(len(parents) - 1))
+    return PlanKind.CHAIN if is_chain else PlanKind.TREE
+
+
 def first_path(draft: Draft) -> Draft:
     """Return the path of first children of a tree, as a chain; for attention without masks."""
     parents = draft.parents
     if parents is None:
         return draft
+    tokens = _as_list(draft.tokens)
     path: list[int] = []
     for row, parent in enumerate(parents, start=1):
         if parent == (path[-1] if path else 0):
             path.append(row)
     kept = [row - 1 for row in path]
     return Draft(
-        tokens=[_as_list(draft.tokens)[index] for index in kept],
+        tokens=[tokens[index] for index in kept],
         probs=None if draft.probs is None else draft.probs[kept],
         survival=None if draft.survival is None else [draft.survival[index] for index in kept],
     )
@@ -151,6 +194,8 @@ def _check_shapes(request: Request, draft: Draft, count: int, vocab_size: int) -
         raise _error(
             request, 0, f"probs has shape {tuple(draft.probs.shape)}, not {(size, vocab_size)}"
         )
+    if draft.probs is not None and draft.probs.dtype != torch.float32:
+        raise _error(request, 0, f"probs is {draft.probs.dtype}; drafts are judged in float32")
     if draft.visibility is not None:
         widths = {len(row) for row in draft.visibility}
         if len(draft.visibility) != size + 1 or widths != {size + 1}:
@@ -205,7 +250,10 @@ def _probs(
     found = [
         (index, request.draft.probs[:count])
         for index, (request, count) in enumerate(zip(requests, counts, strict=True))
-        if count and request.draft is not None and request.draft.probs is not None
+        if count
+        and request.draft is not None
+        and request.draft.probs is not None
+        and not request.shares_noise
     ]
     if not found:
         return None, None

@@ -91,7 +91,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     probabilities, seed and output position.
     """
     if rows.is_greedy:
-        return _without_stops(logits, rows).argmax(dim=-1)
+        return _usable(logits, rows).argmax(dim=-1)
     return draw(probabilities(logits, rows), rows, noise.TARGET)
 
 
@@ -105,11 +105,10 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return the distribution each row is drawn from, [N, V] fp32, after all filters.
 
     A greedy row has probability 1 at its largest logit, the first one among equals. A row in which
-    every logit is -inf says nothing: its tokens are equally probable.
+    every logit is -inf says nothing: all tokens that are not forbidden are equally probable.
     """
-    logits = _without_stops(logits, rows).float()
-    largest = logits.amax(dim=-1, keepdim=True)
-    logits = torch.where(largest == -torch.inf, 0.0, logits - largest)  # 1e-5 must not overflow
+    logits = _usable(logits, rows).float()
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # dividing by 1e-5 must not overflow
     probs = (logits / rows.temperature.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(dim=-1)
     probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
     if rows.has_filters:
@@ -117,6 +116,13 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     probs = probs / probs.sum(dim=-1, keepdim=True)
     one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where((rows.temperature < GREEDY_TEMPERATURE)[:, None], one_hot, probs)
+
+
+def _usable(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Forbid stop tokens where they may not come yet, and let a row without any choice be even."""
+    allowed = _without_stops(logits, rows)
+    is_dead = allowed.amax(dim=-1, keepdim=True) == -torch.inf
+    return torch.where(is_dead, _without_stops(torch.zeros_like(logits), rows), allowed)
 
 
 def _without_stops(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanospec.attention.backend import AttentionBackend
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import EngineConfig, ModelConfig
+from nanospec.cudagraph.runner import TargetOutput
 from nanospec.errors import ConfigError
-from nanospec.spec.accept import accept
-from nanospec.spec.plan import build_plan, first_path
+from nanospec.spec.plan import build_plan
 from nanospec.types import (
     AcceptResult,
     Budget,
@@ -62,7 +61,7 @@ class Speculator(ABC):
 
     def __init__(self, setup: SpeculatorSetup):
         self.setup = setup
-        self.effective = self.resources()  # after `adapt`, what plans may not exceed
+        self.effective = self.resources()  # lowered by `adapt`; plans may not exceed it
 
     def resources(self) -> Resources:
         """Declare, once, the most a plan will ask for; default: chains of `max_draft_len`."""
@@ -118,15 +117,12 @@ class Speculator(ABC):
     def plan(self, requests: Sequence[Request]) -> VerifyPlan:
         """Choose what to verify of the requests' drafts: the roots and the first drafts of each.
 
-        The default takes `max_drafts` of each, which is what the budget and the pages allow; of a
-        tree only the first path where attention verifies chains alone.
+        The default takes `max_drafts` of each, which is what the budget and the pages allow. A plan
+        of one's own is read back and checked.
 
         Raises:
             PlanError: a draft is malformed or exceeds the resources.
         """
-        for request in requests:
-            if request.draft is not None and self.effective.kind is PlanKind.CHAIN:
-                request.draft = first_path(request.draft)
         return build_plan(
             requests,
             [request.num_planned for request in requests],
@@ -136,17 +132,22 @@ class Speculator(ABC):
         )
 
     def accept(
-        self, plan: VerifyPlan, logits: Tensor, requests: Sequence[Request], packed: PackedRows
-    ) -> AcceptResult:
-        """Choose what survives of a plan; see `spec.accept.accept`, the default, which is lossless.
+        self,
+        plan: VerifyPlan,
+        output: TargetOutput,
+        requests: Sequence[Request],
+        packed: PackedRows,
+    ) -> AcceptResult | None:
+        """Choose what survives of a plan; None (the default) for `spec.accept`, which is lossless.
 
         Args:
             plan: what was verified.
-            logits: [N, V] of the plan's packed rows.
+            output: logits [N, V] of the plan's packed rows, and the taps' features of all rows.
             requests: [R] of the plan.
             packed: where the plan's rows are.
         """
-        return accept(plan, logits, requests, packed)
+        del plan, output, requests, packed
+        return None
 
     def observe_step(self, step: StepOutput) -> None:
         """Learn from a round; default: nothing."""
@@ -212,7 +213,7 @@ def layer_capabilities(
 
 def adapted(speculator: Speculator, capabilities: Sequence[Capability]) -> Resources:
     """Let a speculator adapt to the layers, and log each reason for a lowering once."""
-    wanted = speculator.resources()
+    wanted = speculator.effective
     effective = speculator.adapt(wanted, capabilities)
     if effective != wanted:
         for reason in dict.fromkeys(each.reason for each in capabilities if each.reason):

@@ -4,7 +4,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from nanospec.spec.speculator import Speculator
+from nanospec.spec.speculator import Speculator, SpeculatorSetup
 from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
 
 _CONTEXT = 2  # tokens that select a node's children
@@ -15,9 +15,12 @@ _MOST_CONTEXTS = 500_000  # then everything is forgotten, which bounds the memor
 class TrieSpeculator(Speculator):
     """Grows a tree of the most frequent successors, best first by estimated survival."""
 
-    def resources(self) -> Resources:
-        """See `Speculator.resources`. Called before anything else, so counts start here."""
+    def __init__(self, setup: SpeculatorSetup):
+        super().__init__(setup)
         self._successors: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+
+    def resources(self) -> Resources:
+        """See `Speculator.resources`."""
         return Resources(PlanKind.TREE, 1 + self.setup.config.max_draft_len)
 
     def observe_step(self, step: StepOutput) -> None:

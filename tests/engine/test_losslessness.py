@@ -5,6 +5,8 @@ rounds, and compares their joint law with the product of the target's own. Seeds
 outcome is too.
 """
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import torch
 from torch import Tensor
 
 from nanospec import SamplingParams
+from nanospec.cudagraph.runner import TargetOutput
+from nanospec.spec import accept
 from nanospec.spec.sampler import probabilities, sampling_rows
 from nanospec.spec.speculator import Speculator
-from nanospec.types import AcceptResult, PackedRows, Request, VerifyPlan
+from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 from tests import helpers, speculators
 from tests.speculators import (
     SMALL,
@@ -118,45 +122,129 @@ def test_two_requests_of_one_batch_are_independent() -> None:
     assert statistic < limit
 
 
+@pytest.mark.parametrize("kind", [SampledChain, SampledTree])
+def test_it_is_while_pages_are_short(kind: type[Speculator]) -> None:
+    """Drafts are cut and requests preempted all the time, by their neighbours' lengths alone."""
+    found = []
+    for start in range(0, DRAWS, BATCH):
+        requests = run_tables(kind, range(start, start + BATCH), page_size=1, num_pages=4 * BATCH)
+        found += [request.output_token_ids[1:] for request in requests]
+    statistic, limit = chi_square(found, joint_law(next_token_law()))
+    assert statistic < limit
+
+
 class ForgetsQ(SampledChain):
     """Accepts a sampled draft with probability p instead of p / q: what a point mass would do."""
 
     def accept(
-        self, plan: VerifyPlan, logits: Tensor, requests: list[Request], packed: PackedRows
-    ) -> AcceptResult:
+        self, plan: VerifyPlan, output: TargetOutput, requests: Any, packed: PackedRows
+    ) -> AcceptResult | None:
         """See `Speculator.accept`."""
         if plan.probs is None:
-            return super().accept(plan, logits, requests, packed)
-        ones = torch.ones_like(plan.probs)
-        wrong = {name: getattr(plan, name) for name in VerifyPlan.__slots__} | {"probs": ones}
-        return super().accept(VerifyPlan(**wrong), logits, requests, packed)
+            return None
+        wrong = replace(plan, probs=torch.ones_like(plan.probs))
+        return accept.accept(wrong, output.logits, requests, packed)
 
 
 class WrongQ(SampledChain):
     """Records q at another temperature than the drafts were drawn at."""
 
-    def propose(self, requests: list[Request]) -> list[Any]:
+    def propose(self, requests: Any) -> list[Any]:
         """See `Speculator.propose`."""
         drafts = super().propose(requests)
         for draft in drafts:
-            draft.probs.copy_((draft.probs.log() * 0.7).softmax(-1))
+            draft.probs.copy_((draft.probs.log() * 0.7).softmax(-1))  # type: ignore[union-attr]
         return list(drafts)
 
 
-class NoReplacement(SampledTree):
-    """Draws siblings without replacement, but lets acceptance think they are points."""
+class TrimsByItsOwnToken(SampledChain):
+    """Verifies a draft or not by what the draft is: what the law forbids."""
 
-    def accept(
-        self, plan: VerifyPlan, logits: Tensor, requests: list[Request], packed: PackedRows
-    ) -> AcceptResult:
-        """See `Speculator.accept`: the target's argmax decides, not its draw."""
-        return super().accept(plan, logits * 1.15, requests, packed)
+    def plan(self, requests: Any) -> VerifyPlan:
+        """See `Speculator.plan`."""
+        for request in requests:
+            if request.draft is not None and request.draft.tokens[0] % 2 == 1:
+                request.max_drafts = 0
+        return super().plan(requests)
 
 
-@pytest.mark.parametrize("kind", [ForgetsQ, WrongQ, NoReplacement])
+class SizesByItsOwnTokens(SampledChain):
+    """Sizes the budget of a round from the drafts it admits (DSpark paper, appendix A)."""
+
+    def plan(self, requests: Any) -> VerifyPlan:
+        """See `Speculator.plan`: later drafts are verified if the first is a likely one."""
+        for request in requests:
+            if request.draft is not None and request.draft.probs[0][request.draft.tokens[0]] < 0.3:
+                request.max_drafts = 0
+        return super().plan(requests)
+
+
+BIASED = [ForgetsQ, WrongQ, TrimsByItsOwnToken, SizesByItsOwnTokens]
+
+
+@pytest.mark.parametrize("kind", BIASED)
 def test_a_biased_rule_is_detected(kind: type[Speculator]) -> None:
     statistic, limit = chi_square(draws(kind), joint_law(next_token_law()))
     assert statistic > limit
+
+
+def test_judging_siblings_as_if_drawn_with_replacement_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accept, "_without", lambda q, token: q)
+    statistic, limit = chi_square(draws(SampledTree), joint_law(next_token_law()))
+    assert statistic > limit
+
+
+def real_models(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a target of six tokens and a drafter that is the target with noise on its weights."""
+    shape = {"vocab_size": 6, "initializer_range": 0.12}
+    target = helpers.make_checkpoint(tmp_path / "target", "qwen3", **shape)
+    return target, helpers.perturbed(target, tmp_path / "draft", 0.6)
+
+
+def real_law(target: Path, prompt: list[int]) -> Tensor:
+    """Return the joint law [6, 6] of the second and third token, given the most probable first."""
+    model = helpers.load_reference(target)
+    law = torch.zeros(6, 6, dtype=torch.float64)
+    first = helpers.reference_logits(model, prompt)[-1].double().softmax(-1)
+    for a in range(6):
+        second = helpers.reference_logits(model, [*prompt, a])[-1].double().softmax(-1)
+        law[a] = first[a] * second
+    return law
+
+
+def check_real_models(tmp_path: Path, count: int, acceptance: str) -> None:
+    target, draft = real_models(tmp_path)
+    prompt = [5, 2, 3]
+    llm = helpers.make_llm(
+        target, draft=str(draft), acceptance=acceptance, max_draft_len=3, max_num_seqs=500
+    )
+    pairs = []
+    for _ in range(0, count, 500):
+        params = helpers.greedy(4, temperature=1.0)
+        outputs = helpers.token_ids(llm, [prompt] * 500, params)
+        pairs += [[0, *tokens[:2]] for tokens in outputs]
+    index = torch.tensor(pairs) @ torch.tensor([36, 6, 1])
+    counts = index.bincount(minlength=36).double()
+    expected = real_law(target, prompt).flatten() * len(pairs)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert statistic < 77.0  # the 0.9999 quantile of chi-square with 35 degrees of freedom
+    rates = llm.stats.acceptance_rates
+    assert 0.3 < rates[0] < 0.95, "nothing, or everything, was accepted"
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "shared-noise"])
+def test_a_real_drafter_that_is_often_wrong_leaves_the_law_alone(
+    tmp_path: Path, acceptance: str
+) -> None:
+    check_real_models(tmp_path, 4000, acceptance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "shared-noise"])
+def test_it_does_over_many_draws(tmp_path: Path, acceptance: str) -> None:
+    check_real_models(tmp_path, 40_000, acceptance)
 
 
 @pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree])

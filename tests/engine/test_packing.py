@@ -1,5 +1,7 @@
 """Packed rows have the right positions, slots, words and logit rows; the kernel packs alike."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -64,7 +66,7 @@ def test_rows_of_a_tree_stand_at_their_depth_and_see_their_ancestors() -> None:
 def test_rows_that_the_host_reserved_but_the_device_does_not_use_go_to_scratch() -> None:
     request = drafting([8, 9], [0, 1], Draft([1, 2, 3]))
     plan = plan_of([request])
-    fewer = VerifyPlan(plan.kind, plan.tokens, plan.parents, torch.tensor([2]), 4, None)
+    fewer = dataclasses.replace(plan, num_rows=torch.tensor([2]), row_counts=None)
     rows = pack_rows_reference(
         fewer, torch.tensor([1]), torch.tensor([[0, 1]]), page_size=4, scratch_slot=400
     )

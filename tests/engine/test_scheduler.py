@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanospec import SamplingParams
 from nanospec.engine.pages import PageAllocator
 from nanospec.engine.scheduler import Scheduler
 from nanospec.types import Budget, Request, Segment
@@ -134,10 +135,26 @@ def test_drafts_take_what_pages_are_free_and_give_them_back() -> None:
     first, second = add(own, 4, 4)
     run(own.schedule())
     own.reserve_drafts([first, second], Budget(99, 8))
-    assert (first.max_drafts, second.max_drafts, pages.num_free) == (7, 0, 0)
+    assert (first.max_drafts, second.max_drafts, pages.num_free) == (
+        7,
+        0,
+        0,
+    )  # no page for its root
     assert own.view().num_draft_pages == 1
     own.add(helpers.make_request([7, 7], request_id=2))
     segments = own.schedule()
     assert [segment.request.request_id for segment in segments] == [0, 1]
     assert own.num_preemptions == 0 and first.max_drafts == 0
     assert (len(first.pages), len(second.pages)) == (2, 2)
+
+
+def test_a_budget_is_dealt_out_evenly_to_those_who_can_use_it() -> None:
+    own, _ = scheduler(budget=64)
+    requests = add(own, 3, 3, 3, 3)
+    requests[1].params = SamplingParams(speculate=False)
+    requests[2].max_len = 6  # one draft and one more token
+    run(own.schedule())
+    own.reserve_drafts(requests, Budget(6, 1 + 5))
+    assert [request.max_drafts for request in requests] == [3, 0, 1, 2]
+    own.reserve_drafts(requests, Budget(99, 1 + 5))
+    assert [request.max_drafts for request in requests] == [5, 0, 1, 5]

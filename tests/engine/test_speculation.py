@@ -13,7 +13,7 @@ from torch import Tensor
 from nanospec import LLM
 from nanospec.spec.registry import SPECULATORS
 from nanospec.spec.speculator import Speculator
-from nanospec.types import Resources
+from nanospec.types import Draft, PlanKind, Resources
 from tests import helpers
 from tests.speculators import RandomDrafts, oracle
 
@@ -54,10 +54,15 @@ def kinds(plain: dict[tuple[int, ...], list[int]], name: str) -> type[Speculator
 
 
 ALL = ["random", "right", "right-tree", "adversarial", "half", "ngram", "trie", "draft"]
-ALL += ["examples.lookahead:LookaheadSpeculator"]
+ALL += ["perturbed", "examples.lookahead:LookaheadSpeculator"]
 
 
 def options_of(folder: Path, kind: Any, register: Any) -> dict[str, Any]:
+    if kind == "perturbed":  # a drafter that is right now and then
+        draft = folder.parent / "perturbed"
+        if not draft.exists():
+            helpers.perturbed(folder, draft, 0.12)
+        return {"draft": str(draft)}
     name = kind if isinstance(kind, str) else register(kind)
     return {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
 
@@ -99,7 +104,7 @@ def test_it_is_under_preemption_too(
 
 # Other engines: vllm 41190 and PR 48245 (preemption with drafts in flight), vllm PR 16370 (slots
 # of drafts beyond the last page), sglang PR 33872 (drafts beyond a fixed number were corrupted).
-@pytest.mark.parametrize("name", ["random", "half", "right-tree", "draft", "trie"])
+@pytest.mark.parametrize("name", ["random", "half", "right-tree", "draft", "perturbed", "trie"])
 @pytest.mark.parametrize("max_draft_len", [1, 5, 16])
 def test_aborts_and_preemptions_between_any_two_steps_change_nobody_else(
     qwen3: Path, plain: Any, register: Any, name: str, max_draft_len: int
@@ -176,7 +181,7 @@ def test_speculation_finds_the_prefixes_that_plain_decoding_finds(qwen3: Path) -
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("name", ["random", "ngram", "trie", "draft", ALL[-1]])
+@pytest.mark.parametrize("name", ["random", "ngram", "trie", "draft", "perturbed", ALL[-1]])
 def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
     qwen3: Path, plain: Any, register: Any, name: str, temperature: float
 ) -> None:
@@ -191,6 +196,89 @@ def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
     assert [output.outputs[0].token_ids for output in outputs] == want
     if name == "draft":  # the target itself: it draws what the target draws
         assert all(output.stats.acceptance_length > 4.5 for output in outputs)
+
+
+def test_a_perturbed_drafter_is_right_now_and_then(qwen3: Path, plain: Any, register: Any) -> None:
+    llm = helpers.make_llm(qwen3, **options_of(qwen3, "perturbed", register))
+    llm.generate(PROMPTS, helpers.greedy(30))
+    assert 0.1 < llm.stats.acceptance_rates[0] < 0.9
+
+
+# Found in review: drafts that brought q along were judged by it although noise was to be shared.
+def test_noise_is_shared_whatever_a_draft_records(qwen3: Path, register: Any) -> None:
+    class Recording(Speculator):
+        def propose(self, requests: Any) -> Any:
+            uniform = torch.full((1, 320), 1 / 320)
+            return [
+                Draft([7] * r.max_drafts, probs=uniform.expand(r.max_drafts, -1)) for r in requests
+            ]
+
+    params = [helpers.greedy(15, temperature=1.0, seed=index) for index in range(len(PROMPTS))]
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    options = {"speculator": register(Recording), "acceptance": "shared-noise"}
+    assert helpers.token_ids(helpers.make_llm(qwen3, **options), PROMPTS, params) == want
+
+
+# Found in review: whoever had ended stayed, with its pages, when an observer raised.
+def test_an_observer_that_raises_leaves_nothing_behind(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    llm = helpers.make_llm(qwen3, **options_of(qwen3, kinds(plain, "right"), register))
+
+    def raising(step: Any) -> None:
+        if any(step.reasons):
+            raise OSError("disk full")
+
+    llm.engine.observers.append(raising)
+    with pytest.raises(OSError, match="disk full"):
+        llm.generate(PROMPTS, helpers.greedy(10))
+    assert not llm.engine.has_work and llm.engine.pages.num_free == llm.engine.pages.num_pages
+    llm.engine.observers.clear()
+    outputs = llm.generate(PROMPTS, helpers.greedy(10))
+    assert [o.outputs[0].token_ids for o in outputs] == [own[:10] for own in plain.values()]
+
+
+# Found in review: drafts took the rows that a new prompt needed.
+def test_a_new_prompt_comes_before_drafts(qwen3: Path, plain: Any, register: Any) -> None:
+    late_prompt = PROMPTS[4][:18]
+    known = plain | {tuple(late_prompt): [5] * 9}
+    options = options_of(qwen3, oracle(known, wrong_at=range(63), tree=False), register)
+    steps = []
+    for own in ({}, options):
+        engine = helpers.make_llm(qwen3, max_num_batched_tokens=16, max_num_seqs=4, **own).engine
+        for prompt in PROMPTS[:2]:
+            engine.add(prompt, helpers.greedy(30))
+        for _ in range(6):
+            engine.step()
+        late = engine.add(late_prompt, helpers.greedy(1))
+        count = 0
+        while not late.is_finished:
+            engine.step()
+            count += 1
+        steps.append(count)
+    assert steps[0] == steps[1] == 2
+
+
+# Found in review: one tree put every request of the batch on the masked kernel.
+def test_requests_without_a_tree_stay_on_the_causal_kernel(
+    qwen3: Path, plain: Any, register: Any
+) -> None:
+    class OneTree(Speculator):
+        def resources(self) -> Resources:
+            return Resources(PlanKind.TREE, 8)
+
+        def propose(self, requests: Any) -> Any:
+            return [
+                Draft([5, 6, 7], [0, 0, 1]) if request.request_id == 0 else Draft([5, 6])
+                for request in requests
+            ]
+
+    llm = helpers.make_llm(qwen3, speculator=register(OneTree))
+    masked = set()
+    llm.engine.observers.append(lambda step: masked.add((step.plan.kind, step.plan.num_masked)))
+    got = helpers.token_ids(llm, PROMPTS, helpers.greedy(30))
+    assert got == list(plain.values())
+    assert masked == {(PlanKind.CHAIN, 0), (PlanKind.TREE, 1)}
 
 
 def test_unseeded_requests_are_judged_by_rejection_and_seeded_ones_share_noise(
@@ -269,8 +357,6 @@ def test_a_stop_inside_an_accepted_block_is_exact(
 def test_a_drafted_eos_that_is_rejected_ends_nothing(qwen3: Path, register: Any) -> None:
     class Eos(Speculator):
         def propose(self, requests: Any) -> Any:
-            from nanospec.types import Draft
-
             return [Draft([helpers.EOS] * request.max_drafts) for request in requests]
 
     llm = helpers.make_llm(qwen3, speculator=register(Eos))

@@ -21,7 +21,9 @@ def planned(
     drafts: list[Draft | None], vocab_size: int, params: SamplingParams | None = None
 ) -> tuple[VerifyPlan, list[Request], PackedRows]:
     requests = [
-        helpers.make_request([0], params, seed=index, draft=draft, max_drafts=99)
+        helpers.make_request(
+            [0], params, seed=index, draft=draft, max_drafts=99, shares_noise=False
+        )
         for index, draft in enumerate(drafts)
     ]
     counts = [request.num_planned for request in requests]

@@ -15,12 +15,16 @@ LOWER = [[column <= row for column in range(4)] for row in range(4)]
 
 
 def plan(
-    *drafts: Draft | None, counts: list[int] | None = None, resources: Resources | None = None
+    *drafts: Draft | None,
+    counts: list[int] | None = None,
+    resources: Resources | None = None,
+    shares_noise: bool = True,
 ) -> VerifyPlan:
     """Plan drafts of requests whose roots are tokens 90, 91, .."""
     requests: list[Request] = []
     for index, draft in enumerate(drafts):
-        requests.append(helpers.make_request([90 + index], request_id=7 + index, draft=draft))
+        options = {"request_id": 7 + index, "draft": draft, "shares_noise": shares_noise}
+        requests.append(helpers.make_request([90 + index], **options))
     wanted = counts or [0 if draft is None else len(draft) for draft in drafts]
     own = resources or Resources(PlanKind.MASK, 64)
     return build_plan(requests, wanted, resources=own, vocab_size=100, device=CPU)
@@ -54,7 +58,7 @@ def test_ragged_requests_are_padded_and_counted() -> None:
 
 def test_recorded_probabilities_are_padded_beside_point_masses() -> None:
     q = torch.rand(2, 100)
-    built = plan(Draft([1, 2], probs=q), Draft([3, 4, 5]))
+    built = plan(Draft([1, 2], probs=q), Draft([3, 4, 5]), shares_noise=False)
     assert built.probs is not None and built.is_sampled is not None
     assert built.is_sampled.tolist() == [True, False]
     assert torch.equal(built.probs[0, :2], q) and not built.probs[1].any()
@@ -64,6 +68,10 @@ def test_lookahead_rows_are_nobodys_children_with_what_hangs_below_them() -> Non
     built = plan(Draft([1, 2, 3], parents=[0, -1, 2], positions=[1, 5, 6]))
     assert built.parents.tolist() == [[-1, 0, -1, -1]]
     assert built.positions is not None and built.positions.tolist() == [[0, 1, 5, 6]]
+
+
+def test_requests_that_share_noise_need_no_probabilities() -> None:
+    assert plan(Draft([1, 2], probs=torch.rand(2, 100))).probs is None
 
 
 def test_an_empty_round_has_an_empty_plan() -> None:
@@ -83,6 +91,7 @@ def test_an_empty_round_has_an_empty_plan() -> None:
         (Draft([1, 2], survival=[0.5]), "survival has 1 entries"),
         (Draft([1, 2], positions=[1]), "positions has 1 entries"),
         (Draft([1, 2], probs=torch.ones(2, 99)), r"probs has shape \(2, 99\), not \(2, 100\)"),
+        (Draft([1], probs=torch.ones(1, 100, dtype=torch.bfloat16)), "judged in float32"),
         (Draft([1], visibility=[[True]]), r"visibility is not \[2, 2\]"),
         (Draft([1, 2], positions=[1, -1]), "before the root"),
         (Draft([1, 2], positions=[1, 3]), "row 2: a row that may be accepted"),

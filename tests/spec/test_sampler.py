@@ -142,6 +142,15 @@ def test_min_tokens_forbids_stops_in_exactly_the_rows_below_it() -> None:
     assert float(logits[1, 5]) == 3  # the caller's logits are left alone
 
 
+# Found in review: where only forbidden stops were possible, a stop came all the same.
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_nothing_but_forbidden_stops_draws_something_else(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, min_tokens=3, max_tokens=9)
+    request = helpers.make_request([1], params, stop_token_ids=frozenset({0, 2}))
+    logits = torch.tensor([[1.0, -torch.inf, 2.0, -torch.inf]])
+    assert sample(logits, sampling_rows([request], 4, CPU)).tolist()[0] in (1, 3)
+
+
 def test_mixed_rows_keep_their_own_parameters() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     options: list[dict[str, Any]] = [{"temperature": 0}, {"top_k": 2}, {"temperature": 0.5}]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,8 @@ def test_counts_known_on_the_device_alone_are_read_and_rows_beyond_them_do_not_e
     class DeviceCounts(RandomDrafts):
         def plan(self, requests: Sequence[Request]) -> VerifyPlan:
             plan = super().plan(requests)
-            values = {name: getattr(plan, name) for name in VerifyPlan.__slots__}
             fewer = (plan.num_rows // 2).clamp(min=1)  # the host reserved more than is verified
-            return VerifyPlan(**(values | {"num_rows": fewer, "row_counts": None}))
+            return replace(plan, num_rows=fewer, row_counts=None)
 
     want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, helpers.greedy(15))
     llm = build(qwen3, DeviceCounts, monkeypatch)
@@ -201,6 +201,9 @@ def test_a_plan_that_breaks_the_contract_stops_the_step_before_anything_changes(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch, draft: Draft, message: str
 ) -> None:
     class Own(Speculator):
+        def resources(self) -> Resources:
+            return Resources(PlanKind.TREE, 64)
+
         def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
             for request in requests:
                 request.max_drafts = 99
@@ -222,14 +225,126 @@ def test_a_plan_that_breaks_the_contract_stops_the_step_before_anything_changes(
     assert torch.equal(llm.engine._ctx.cache.k, before[2])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda p: {"kind": PlanKind.CHAIN, "num_masked": 0},
+            "it is a tree, and less was declared",
+        ),
+        (lambda p: {"num_masked": 0}, "it is a tree, and less was declared"),
+        (lambda p: {"parents": p.parents + (p.parents >= 0) * 9}, "parents come first"),
+        (lambda p: {"tokens": p.tokens + (p.parents >= 0) * 999}, "is not in the vocabulary"),
+        (lambda p: {"tokens": p.tokens + 1}, "row 0 is the root"),
+        (lambda p: {"num_rows": p.num_rows * 0, "row_counts": None}, "0 rows in a plan"),
+    ],
+)
+def test_a_plan_of_ones_own_is_read_back_and_checked(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    class Own(Speculator):
+        def resources(self) -> Resources:
+            return Resources(PlanKind.TREE, 8)
+
+        def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+            return [Draft([5, 6, 7], parents=[0, 0, 1]) for _ in requests]
+
+        def plan(self, requests: Sequence[Request]) -> VerifyPlan:
+            plan = super().plan(requests)
+            return replace(plan, **change(plan)) if plan.max_rows > 1 else plan
+
+    llm = build(qwen3, Own, monkeypatch)
+    with pytest.raises(PlanError, match=f"request . row .: .*{message}|{message}"):
+        helpers.token_ids(llm, PROMPTS, helpers.greedy(15))
+    assert not llm.engine.has_work
+
+
+def test_a_plan_of_ones_own_must_keep_to_the_pages(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Greedy(Speculator):
+        def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+            return [Draft([5] * 7) for _ in requests]
+
+        def plan(self, requests: Sequence[Request]) -> VerifyPlan:
+            counts = [0 if request.draft is None else 7 for request in requests]
+            own, device = Resources(PlanKind.CHAIN, 8), torch.device("cpu")
+            plan = build_plan(requests, counts, resources=own, vocab_size=320, device=device)
+            return replace(plan, row_counts=None)
+
+    llm = build(qwen3, Greedy, monkeypatch, adaptive="schedule:[[1,99,2]]")
+    with pytest.raises(PlanError, match="there are pages for 2 drafts"):
+        helpers.token_ids(llm, PROMPTS, helpers.greedy(15))
+
+
+def test_statistics_count_what_the_plan_verified(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneOfMany(Speculator):
+        def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+            return [Draft([5] * request.max_drafts) for request in requests]
+
+        def plan(self, requests: Sequence[Request]) -> VerifyPlan:
+            counts = [min(request.num_planned, 1) for request in requests]
+            own, device = self.effective, torch.device("cpu")
+            return build_plan(requests, counts, resources=own, vocab_size=320, device=device)
+
+    llm = build(qwen3, OneOfMany, monkeypatch)
+    stats = llm.generate(PROMPTS[0], helpers.greedy(15))[0].stats
+    assert stats.verified <= stats.rounds < stats.drafted
+    assert len(stats.offered) == 1 and stats.offered[0] == stats.verified
+
+
+def test_what_hangs_below_a_lookahead_row_was_never_offered(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nobodys(Speculator):
+        def resources(self) -> Resources:
+            return Resources(PlanKind.MASK, 8)
+
+        def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+            options = {"parents": [-1, 1, 2], "positions": [2, 3, 4]}
+            return [Draft([5, 6, 7], **options) for _ in requests]  # type: ignore[arg-type]
+
+    stats = build(qwen3, Nobodys, monkeypatch).generate(PROMPTS[0], helpers.greedy(15))[0].stats
+    assert stats.verified > 0 and stats.offered == [] and stats.accepted == 0
+
+
+def test_a_budget_is_capped_by_what_was_agreed_on(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lavish(RandomDrafts):
+        def candidate_budget(self, view: EngineView) -> Budget:
+            return Budget(1000, 20)
+
+    llm = build(qwen3, Lavish, monkeypatch, max_draft_len=4)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, helpers.greedy(15))
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(15)) == want
+
+
+def test_resources_are_asked_for_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Counting(RandomDrafts):
+        def resources(self) -> Resources:
+            calls.append(1)
+            return super().resources()
+
+    build(qwen3, Counting, monkeypatch)
+    assert len(calls) == 1
+
+
 def test_a_plan_of_ones_own_beyond_what_was_agreed_is_refused(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class TwoChildren(Speculator):
         def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
-            return [Draft([5, 6], parents=[0, 0]) for _ in requests]
+            return [Draft([5, 6]) for _ in requests]
 
         def plan(self, requests: Sequence[Request]) -> VerifyPlan:
+            for request in requests:
+                if request.draft is not None:
+                    request.draft = Draft([5, 6], parents=[0, 0])
             counts = [request.num_planned for request in requests]
             own = Resources(PlanKind.MASK, 64)
             device = torch.device("cpu")
@@ -264,6 +379,7 @@ class Recording(RandomDrafts):
     def accept(self, *arguments: Any) -> Any:
         """See `Speculator.accept`."""
         self.calls.append("accept")
+        assert arguments[1].logits.shape[0] == len(arguments[3].depth)
         return super().accept(*arguments)
 
     def observe_step(self, step: StepOutput) -> None:
