@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+# `max_rows` changes from round to round and is not specialised on: no round waits for a compiler.
+@triton.jit(do_not_specialize=["max_rows"])
 def _move_kv_kernel(
     cache_ptr, src_ptr, dst_ptr, counts_ptr, stride_layer, width, max_rows, BLOCK: tl.constexpr
 ):

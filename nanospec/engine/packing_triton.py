@@ -8,7 +8,8 @@ from torch import Tensor
 from nanospec.types import PackedRows, VerifyPlan
 
 
-@triton.jit
+# Numbers that change from round to round are not specialised on: no round waits for a compiler.
+@triton.jit(do_not_specialize=["num_reqs", "max_rows", "num_pages", "num_tokens"])
 def _pack_kernel(
     tokens_ptr,
     parents_ptr,

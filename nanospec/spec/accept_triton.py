@@ -10,7 +10,8 @@ from nanospec.spec.sampler import SamplingRows
 from nanospec.types import AcceptResult, VerifyPlan
 
 
-@triton.jit
+# Numbers that change from round to round are not specialised on: no round waits for a compiler.
+@triton.jit(do_not_specialize=["max_rows"])
 def _follow_kernel(
     tokens_ptr,
     parents_ptr,
@@ -77,7 +78,7 @@ def _gumbel(key, token):
     return -tl.log(tl.where(u < 0.05, series, -tl.log(1.0 - u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def _accept_kernel(
     tokens_ptr,
     parents_ptr,
