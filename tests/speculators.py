@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanospec.attention.batch import ForwardBatch
 from nanospec.cudagraph.runner import TargetOutput
+from nanospec.engine.scheduler import Scheduler
 from nanospec.spec import noise
 from nanospec.spec.sampler import draw, sampling_rows
 from nanospec.spec.speculator import Speculator
@@ -187,7 +188,7 @@ def run_tables(
     page_size: int = 4,
     num_pages: int | None = None,
     **params: object,
-) -> list[Request]:
+) -> tuple[list[Request], Scheduler]:
     """Run many requests, each with its own seed, together to their end."""
     ctx = helpers.make_context(
         TableRunner(),
@@ -214,4 +215,4 @@ def run_tables(
         )
         ctx.scheduler.add(requests[-1])
     helpers.run_to_end(ctx)
-    return requests
+    return requests, ctx.scheduler

@@ -96,12 +96,17 @@ class Scheduler:
     def reserve_drafts(self, requests: Sequence[Request], budget: Budget) -> list[Request]:
         """Fit each request's pages to its tokens and the drafts it may make next.
 
-        The budget is dealt out evenly. Drafts take free pages only; pages beyond go back.
+        The budget is dealt out evenly. Drafts take free pages only, after all roots have theirs, or
+        they would be taken back before they are verified; pages beyond go back.
 
         Returns:
             The requests that may make drafts; `max_drafts` says how many.
         """
         going = [request for request in requests if not request.is_finished]
+        for request in going:
+            missing = self.pages.pages_for(len(request.tokens)) - len(request.pages)
+            if 0 < missing <= self.pages.num_free:
+                request.pages += self.pages.allocate(missing)
         shares = _deal([_num_useful(r) for r in going], budget)
         for request, share in zip(going, shares, strict=True):
             slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size

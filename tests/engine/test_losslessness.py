@@ -51,7 +51,7 @@ def draws(kind: type[Speculator], count: int = DRAWS, **params: Any) -> list[lis
     """Return the three tokens after the first of many outputs."""
     found = []
     for start in range(0, count, BATCH):
-        requests = run_tables(kind, range(start, start + BATCH), **params)
+        requests, _ = run_tables(kind, range(start, start + BATCH), **params)
         found += [request.output_token_ids for request in requests]
     assert all(len(tokens) == 4 and tokens[0] == 0 for tokens in found)
     return [tokens[1:] for tokens in found]
@@ -125,10 +125,15 @@ def test_two_requests_of_one_batch_are_independent() -> None:
 @pytest.mark.parametrize("kind", [SampledChain, SampledTree])
 def test_it_is_while_pages_are_short(kind: type[Speculator]) -> None:
     """Drafts are cut and requests preempted all the time, by their neighbours' lengths alone."""
-    found = []
+    found, verified, drafted = [], 0, 0
     for start in range(0, DRAWS, BATCH):
-        requests = run_tables(kind, range(start, start + BATCH), page_size=1, num_pages=4 * BATCH)
+        options = {"page_size": 1, "num_pages": int(2.6 * BATCH)}
+        requests, pages = run_tables(kind, range(start, start + BATCH), **options)
         found += [request.output_token_ids[1:] for request in requests]
+        verified += sum(request.stats.verified for request in requests)
+        drafted += sum(request.stats.drafted for request in requests)
+        assert pages.num_preemptions > BATCH // 20
+    assert DRAWS // 4 < verified < drafted
     statistic, limit = chi_square(found, joint_law(next_token_law()))
     assert statistic < limit
 
@@ -184,7 +189,7 @@ BIASED = [ForgetsQ, WrongQ, TrimsByItsOwnToken, SizesByItsOwnTokens]
 
 @pytest.mark.parametrize("kind", BIASED)
 def test_a_biased_rule_is_detected(kind: type[Speculator]) -> None:
-    statistic, limit = chi_square(draws(kind), joint_law(next_token_law()))
+    statistic, limit = chi_square(draws(kind, 8000), joint_law(next_token_law()))
     assert statistic > limit
 
 
@@ -192,7 +197,7 @@ def test_judging_siblings_as_if_drawn_with_replacement_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accept, "_without", lambda q, token: q)
-    statistic, limit = chi_square(draws(SampledTree), joint_law(next_token_law()))
+    statistic, limit = chi_square(draws(SampledTree, 8000), joint_law(next_token_law()))
     assert statistic > limit
 
 
@@ -250,7 +255,7 @@ def test_it_does_over_many_draws(tmp_path: Path, acceptance: str) -> None:
 @pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree])
 def test_drafts_are_accepted_and_rejected_often(kind: type[Speculator]) -> None:
     """Without this a speculator that drafts nothing would pass for lossless."""
-    requests = run_tables(kind, range(500))
+    requests, _ = run_tables(kind, range(500))
     verified = sum(request.stats.offered[0] for request in requests)
     accepted = sum(request.stats.kept[0] for request in requests)
     assert verified >= 500 and 0.3 < accepted / verified < 0.95

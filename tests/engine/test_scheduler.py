@@ -5,7 +5,7 @@ import pytest
 from nanospec import SamplingParams
 from nanospec.engine.pages import PageAllocator
 from nanospec.engine.scheduler import Scheduler
-from nanospec.types import Budget, Request, Segment
+from nanospec.types import Budget, Draft, Request, Segment
 from tests import helpers
 
 
@@ -130,22 +130,29 @@ def test_pages_cover_the_tokens_and_all_drafts(max_draft_len: int) -> None:
         assert pages.num_free == 100 - len(request.pages)
 
 
-def test_drafts_take_what_pages_are_free_and_give_them_back() -> None:
+def test_drafts_take_free_pages_and_give_them_back_to_who_waits() -> None:
+    own, pages = scheduler(num_pages=6, page_size=4)
+    first, second = add(own, 4, 4)
+    run(own.schedule())
+    own.reserve_drafts([first, second], Budget(99, 8))
+    assert (first.max_drafts, second.max_drafts, pages.num_free) == (7, 7, 0)
+    assert own.view().num_draft_pages == 2
+    own.add(helpers.make_request([7, 7], request_id=2))
+    segments = own.schedule()
+    assert [segment.request.request_id for segment in segments] == [0, 1, 2]
+    assert own.num_preemptions == 0
+    assert (len(first.pages), len(second.pages)) == (2, 2)
+
+
+def test_roots_get_their_pages_before_any_draft() -> None:
     own, pages = scheduler(num_pages=4, page_size=4)
     first, second = add(own, 4, 4)
     run(own.schedule())
     own.reserve_drafts([first, second], Budget(99, 8))
-    assert (first.max_drafts, second.max_drafts, pages.num_free) == (
-        7,
-        0,
-        0,
-    )  # no page for its root
-    assert own.view().num_draft_pages == 1
-    own.add(helpers.make_request([7, 7], request_id=2))
-    segments = own.schedule()
-    assert [segment.request.request_id for segment in segments] == [0, 1]
-    assert own.num_preemptions == 0 and first.max_drafts == 0
-    assert (len(first.pages), len(second.pages)) == (2, 2)
+    assert (first.max_drafts, second.max_drafts, pages.num_free) == (3, 3, 0)
+    first.draft = second.draft = Draft([7, 7, 7])
+    own.schedule()
+    assert (first.num_planned, second.num_planned, own.num_preemptions) == (3, 3, 0)
 
 
 def test_a_budget_is_dealt_out_evenly_to_those_who_can_use_it() -> None:
