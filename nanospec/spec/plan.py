@@ -88,6 +88,8 @@ def check_plan(
         PlanError: a row is malformed, or its request's rows exceed the resources or the pages.
     """
     parents, tokens = plan.parents.tolist(), plan.tokens.tolist()
+    positions = None if plan.positions is None else plan.positions.tolist()
+    visibility = None if plan.visibility is None else plan.visibility.tolist()
     causal = len(requests) - plan.num_masked
     for index, (request, count) in enumerate(zip(requests, plan.num_rows.tolist(), strict=True)):
         if not 1 <= count <= plan.max_rows:
@@ -96,18 +98,18 @@ def check_plan(
             raise _error(request, count - 1, f"there are pages for {request.max_drafts} drafts")
         if tokens[index][0] != request.tokens[-1] or parents[index][0] != NOBODY:
             raise _error(request, 0, "row 0 is the root, the last committed token")
-        for row in range(1, count):
-            token, parent = tokens[index][row], parents[index][row]
-            if not 0 <= token < vocab_size:
-                raise _error(
-                    request, row, f"token {token} is not in the vocabulary of {vocab_size}"
-                )
-            if not NOBODY <= parent < row:
-                raise _error(request, row, f"its parent is row {parent}; parents come first")
-        own = _kind(parents[index][:count])
+        draft = Draft(
+            tokens[index][1:count],
+            parents[index][1:count],
+            positions=None if positions is None else positions[index][1:count],
+            visibility=None
+            if visibility is None
+            else [row[:count] for row in visibility[index][:count]],
+        )
+        own = _rows(request, draft, count - 1, vocab_size).kind
         if own > min(plan.kind, resources.kind) or (own > PlanKind.CHAIN and index < causal):
             raise _error(request, 0, f"it is a {own.name.lower()}, and less was declared")
-        if own is PlanKind.MASK and (plan.positions is None or plan.visibility is None):
+        if own is PlanKind.MASK and (positions is None or visibility is None):
             raise _error(request, 0, "rows of nobody need positions and visibility")
 
 

@@ -233,7 +233,7 @@ def test_a_plan_that_breaks_the_contract_stops_the_step_before_anything_changes(
             "it is a tree, and less was declared",
         ),
         (lambda p: {"num_masked": 0}, "it is a tree, and less was declared"),
-        (lambda p: {"parents": p.parents + (p.parents >= 0) * 9}, "parents come first"),
+        (lambda p: {"parents": p.parents + (p.parents >= 0) * 9}, "parents come before children"),
         (lambda p: {"tokens": p.tokens + (p.parents >= 0) * 999}, "is not in the vocabulary"),
         (lambda p: {"tokens": p.tokens + 1}, "row 0 is the root"),
         (lambda p: {"num_rows": p.num_rows * 0, "row_counts": None}, "0 rows in a plan"),
@@ -257,6 +257,27 @@ def test_a_plan_of_ones_own_is_read_back_and_checked(
     with pytest.raises(PlanError, match=f"request . row .: .*{message}|{message}"):
         helpers.token_ids(llm, PROMPTS, helpers.greedy(15))
     assert not llm.engine.has_work
+
+
+def test_a_mask_of_ones_own_may_not_let_a_draft_see_more_than_its_ancestors(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seeing(Speculator):
+        def resources(self) -> Resources:
+            return Resources(PlanKind.MASK, 8)
+
+        def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
+            return [Draft([5, 6, 7], parents=[0, 0, -1], positions=[1, 1, 2]) for _ in requests]
+
+        def plan(self, requests: Sequence[Request]) -> VerifyPlan:
+            plan = super().plan(requests)
+            if plan.visibility is None:
+                return plan
+            return replace(plan, visibility=torch.ones_like(plan.visibility))
+
+    llm = build(qwen3, Seeing, monkeypatch)
+    with pytest.raises(PlanError, match="row 2: a row that may be accepted"):
+        helpers.token_ids(llm, PROMPTS, helpers.greedy(15))
 
 
 def test_a_plan_of_ones_own_must_keep_to_the_pages(
