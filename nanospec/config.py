@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,11 @@ class EngineConfig:
         return cls(**options)
 
 
-def _parse_schedule(adaptive: str, max_draft_len: int) -> list[tuple[int, int, int]]:
+@cache  # asked every round, of the same few strings
+def _parse_schedule(adaptive: str, max_draft_len: int) -> tuple[tuple[int, int, int], ...]:
     """Return (from, to, drafts) of `schedule:[[1,16,7],[17,128,5]]`; nothing for `off`."""
     if adaptive == "off":
-        return []
+        return ()
     kind, _, text = adaptive.partition(":")
     try:
         rows = [tuple(row) for row in json.loads(text)] if kind == "schedule" else []
@@ -115,7 +117,7 @@ def _parse_schedule(adaptive: str, max_draft_len: int) -> list[tuple[int, int, i
             f"adaptive={adaptive!r} is not understood; pass off, or schedule:[[1,16,7],[17,128,5]] "
             f"(from, to, drafts a request, at most max_draft_len={max_draft_len})"
         )
-    return rows
+    return tuple(rows)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

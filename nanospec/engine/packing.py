@@ -22,6 +22,7 @@ class PackedStep:
     batch: ForwardBatch
     rows: PackedRows
     first_row: int
+    counts: list[int]  # [R] rows of each of the plan's requests
 
 
 def pack(
@@ -74,7 +75,7 @@ def pack(
         num_masked=plan.num_masked,
         visibility=rows.words[first_masked:] if plan.num_masked else None,
     )
-    return PackedStep(batch, rows, first_row)
+    return PackedStep(batch, rows, first_row, counts)
 
 
 def _first_rows(rows: PackedRows, count: int) -> PackedRows:

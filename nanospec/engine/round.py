@@ -130,7 +130,6 @@ def _commit(
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
         _move_accepted(ctx, step, result)
     tokens, path, parents = _read(result, plan)
-    counts = step.batch.qo_lens[len(chunks) :]
     committed = []
     for chunk in chunks:
         start = chunk.request.kv_len
@@ -139,7 +138,7 @@ def _commit(
     emitted = []
     reasons: list[FinishReason | None] = []
     for request, own, rows, above, count in zip(
-        requests, tokens, path, parents, counts, strict=True
+        requests, tokens, path, parents, step.counts, strict=True
     ):
         start = request.kv_len
         is_round = request.num_output > 0  # the end of a prompt is no round
@@ -244,8 +243,7 @@ def _committed_features(
         return []
     rows = list(range(step.first_row))
     start = step.first_row
-    counts = step.batch.qo_lens[len(step.batch.qo_lens) - len(path) :]
-    for own, kept, count in zip(path, emitted, counts, strict=True):
+    for own, kept, count in zip(path, emitted, step.counts, strict=True):
         rows += [start + row for row in own[: len(kept)]]
         start += count
     index = torch.tensor(rows).to(features[0].device)

@@ -73,9 +73,11 @@ class Scheduler:
                 segments.append(Segment(request, min(_num_pending(request), budget)))
                 budget -= segments[-1].num_rows
         max_running = self._max_running()
-        while budget > 0 and len(self.running) < max_running and self._can_admit():
-            request = self._admit()
-            segments.append(Segment(request, min(_num_pending(request), budget)))
+        while budget > 0 and len(self.running) < max_running:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            segments.append(Segment(admitted, min(_num_pending(admitted), budget)))
             budget -= segments[-1].num_rows
         for segment in segments:
             segment.request.max_drafts = min(segment.request.num_planned, budget)
@@ -150,23 +152,20 @@ class Scheduler:
             raise ConfigError(f"the speculator's admit_limit is {limit}; at least 1 must run")
         return min(limit, self._max_num_seqs)
 
-    def _can_admit(self) -> bool:
+    def _admit(self) -> Request | None:
+        """Start the first waiting request, after its longest cached prefix; None if none fits."""
         if not self.waiting:
-            return False
-        tokens = self.waiting[0].tokens
-        hit, _ = self.pages.match(tokens)
-        missing = self.pages.pages_for(len(tokens)) - len(hit) - self.pages.num_free_without(hit)
-        if 0 < missing <= sum(self._num_draft_pages(request) for request in self.running):
-            self._reclaim_draft_pages()
-            return True
-        return missing <= 0
-
-    def _admit(self) -> Request:
-        """Start the first waiting request, after its longest cached prefix."""
-        request = self.waiting.popleft()
+            return None
+        request = self.waiting[0]
         hit, node = self.pages.match(request.tokens)
-        self.pages.hold(hit)
         needed = self.pages.pages_for(len(request.tokens)) - len(hit)
+        missing = needed - self.pages.num_free_without(hit)
+        if missing > self.view().num_draft_pages:
+            return None
+        if missing > 0:
+            self._reclaim_draft_pages()
+        self.waiting.popleft()
+        self.pages.hold(hit)
         request.pages = hit + self.pages.allocate(needed)
         request.kv_len = len(hit) * self.pages.page_size
         request.num_published = len(hit)

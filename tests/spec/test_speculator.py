@@ -68,6 +68,12 @@ def build(
     return helpers.make_llm(folder, speculator="test", **options)
 
 
+def planned(requests: Sequence[Request], counts: Sequence[int], resources: Resources) -> VerifyPlan:
+    """Build a plan for the tiny Qwen3, within resources that need not be the agreed ones."""
+    device = torch.device("cpu")
+    return build_plan(requests, counts, resources=resources, vocab_size=320, device=device)
+
+
 PROMPTS = helpers.random_prompts(3, seed=1)
 
 
@@ -211,9 +217,7 @@ def test_a_plan_that_breaks_the_contract_stops_the_step_before_anything_changes(
 
         def plan(self, requests: Sequence[Request]) -> VerifyPlan:
             counts = [request.num_planned for request in requests]
-            own = Resources(PlanKind.CHAIN, 8)
-            device = torch.device("cpu")
-            return build_plan(requests, counts, resources=own, vocab_size=320, device=device)
+            return planned(requests, counts, Resources(PlanKind.CHAIN, 8))
 
     llm = build(qwen3, Own, monkeypatch)
     request = llm.engine.add([5, 6, 7], helpers.greedy(20))
@@ -289,8 +293,7 @@ def test_a_plan_of_ones_own_must_keep_to_the_pages(
 
         def plan(self, requests: Sequence[Request]) -> VerifyPlan:
             counts = [0 if request.draft is None else 7 for request in requests]
-            own, device = Resources(PlanKind.CHAIN, 8), torch.device("cpu")
-            plan = build_plan(requests, counts, resources=own, vocab_size=320, device=device)
+            plan = planned(requests, counts, Resources(PlanKind.CHAIN, 8))
             return replace(plan, row_counts=None)
 
     llm = build(qwen3, Greedy, monkeypatch, adaptive="schedule:[[1,99,2]]")
@@ -307,8 +310,7 @@ def test_statistics_count_what_the_plan_verified(
 
         def plan(self, requests: Sequence[Request]) -> VerifyPlan:
             counts = [min(request.num_planned, 1) for request in requests]
-            own, device = self.effective, torch.device("cpu")
-            return build_plan(requests, counts, resources=own, vocab_size=320, device=device)
+            return planned(requests, counts, self.effective)
 
     llm = build(qwen3, OneOfMany, monkeypatch)
     stats = llm.generate(PROMPTS[0], helpers.greedy(15))[0].stats
@@ -367,9 +369,7 @@ def test_a_plan_of_ones_own_beyond_what_was_agreed_is_refused(
                 if request.draft is not None:
                     request.draft = Draft([5, 6], parents=[0, 0])
             counts = [request.num_planned for request in requests]
-            own = Resources(PlanKind.MASK, 64)
-            device = torch.device("cpu")
-            return build_plan(requests, counts, resources=own, vocab_size=320, device=device)
+            return planned(requests, counts, Resources(PlanKind.MASK, 64))
 
     llm = build(qwen3, TwoChildren, monkeypatch)
     with pytest.raises(PlanError, match="were agreed on"):
