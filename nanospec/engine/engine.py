@@ -66,7 +66,7 @@ class Engine:
         self.device = _device(config.device)
         decoder = _load(config, folder, self.model_config, self.device)
         self.speculator = create_speculator(
-            SpeculatorSetup(config, self.model_config, decoder.dtype, self.device)
+            SpeculatorSetup(config, self.model_config, decoder.dtype, self.device, decoder)
         )
         self.stats = Stats()  # of all requests that ended; seconds are those spent in `step`
         self.observers: list[Callable[[StepOutput], None]] = []  # see what each round did

@@ -154,7 +154,7 @@ def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resource
     attention = create_attention(config.attention, cache, decoder.config.num_heads)
     num_rows = min(config.max_num_seqs * resources.max_rows, config.max_num_batched_tokens)
     batch = dataclasses.replace(batch, logit_rows=torch.arange(num_rows, device=weight.device))
-    logits = EagerRunner(decoder, attention).run(batch).logits
+    logits = EagerRunner(decoder, attention, resources.taps).run(batch).logits
     ones = torch.ones(len(logits), device=decoder.device)
     rows = SamplingRows(
         temperature=ones,

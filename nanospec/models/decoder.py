@@ -75,14 +75,14 @@ class Decoder(nn.Module):
             token_ids: [T] int64.
             positions: [T] int64.
             attention: stores and reads keys and values.
-            taps: layers, from 0, after which the residual stream is wanted.
+            taps: layers, from 0, after which the residual stream is wanted; -1 is before them.
 
         Returns:
             [T, H] final hidden states, normed; and for each tap, in order, [T, H], not normed.
         """
         x = F.embedding(token_ids, self.embed_tokens.weight)
         rope = self._rope.tables(positions, x.dtype)
-        streams: dict[int, Tensor] = {}
+        streams = {-1: x}
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, attention)
             if index in taps:

@@ -20,15 +20,24 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 class Linear(nn.Module):
-    """y = x W^T, without bias; several checkpoint tensors may be fused along the outputs."""
+    """y = x W^T (+ b); several checkpoint tensors may be fused along the outputs."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        bias: bool = False,
+    ):
         super().__init__()
         self.weight = _parameter((outputs, inputs), dtype, device)
+        self.bias = _parameter((outputs,), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs] to [..., outputs]."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -144,6 +153,15 @@ class Attention(nn.Module):
         out = attention.attend(self._layer, rotate(q, *rope), rotate(k, *rope), v)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys, rotated, and values, [T, Hkv, D] each, of rows [T, H] that ask nothing."""
+        weight = self.qkv_proj.weight[self._split[0] * self._head_dim :]
+        heads = F.linear(x, weight).view(len(x), -1, self._head_dim)
+        k, v = heads.chunk(2, dim=1)
+        if self._qk_norm:
+            k = self.k_norm(k)
+        return rotate(k, *rope), v
 
 
 class MLP(nn.Module):

@@ -11,8 +11,7 @@ from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.errors import ConfigError
 from nanospec.models.loader import load_decoder, resolve_model
-from nanospec.spec import noise
-from nanospec.spec.sampler import SamplingRows, draw, probabilities, sample, sampling_rows
+from nanospec.spec.sampler import SamplingRows, draw_drafts, sampling_rows
 from nanospec.spec.speculator import Speculator, SpeculatorSetup
 from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
 
@@ -99,24 +98,15 @@ class DraftModelSpeculator(Speculator):
         roots: SamplingRows,
         depth: int,
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw the drafts of a depth: [n] int64, and q [n, V] unless all are greedy.
-
-        Requests that share noise draw as the target will, the others by noise of their own.
-        """
+        """Draw the drafts of a depth: [n] int64, and q [n, V] unless all are greedy."""
         index = torch.tensor(live).to(tokens.device)
         ends = [len(request.tokens) + depth for request in requests]
         spans = [
             (request, range(end - 1, end)) for request, end in zip(requests, ends, strict=True)
         ]
         logits = self._decoder.logits(self._run(spans, tokens[index, depth]))
-        rows = roots.at(index, torch.full_like(index, depth))
-        if rows.is_greedy:
-            return sample(logits, rows), None
-        q = probabilities(logits, rows)
         shared = torch.tensor([request.shares_noise for request in requests]).to(tokens.device)
-        own_noise = roots.at(index, torch.zeros_like(index))
-        alike = draw(q, rows, noise.TARGET)
-        return torch.where(shared, alike, draw(q, own_noise, noise.DRAFT + depth)), q
+        return draw_drafts(logits, roots.at(index, torch.zeros_like(index)), depth, shared)
 
     def _run(self, spans: Sequence[tuple[Request, range]], tokens: Tensor) -> Tensor:
         """Run tokens [T] of requests at their own positions; return hidden states [T, H]."""

@@ -3,35 +3,47 @@
 import importlib
 
 from nanospec.errors import ConfigError
+from nanospec.models.loader import resolve_model
 from nanospec.spec.draft_model import DraftModelSpeculator
+from nanospec.spec.dspark import DSparkSpeculator
+from nanospec.spec.dspark_tree import DSparkTreeSpeculator
 from nanospec.spec.ngram import NgramSpeculator
 from nanospec.spec.speculator import NoSpeculator, Speculator, SpeculatorSetup
 from nanospec.spec.trie import TrieSpeculator
+from nanospec.text import read_json
 
 SPECULATORS: dict[str, type[Speculator]] = {
     "none": NoSpeculator,
     "ngram": NgramSpeculator,
     "trie": TrieSpeculator,
     "draft": DraftModelSpeculator,
+    "dspark": DSparkSpeculator,
+    "dspark-tree": DSparkTreeSpeculator,
 }
 
 
 def create_speculator(setup: SpeculatorSetup) -> Speculator:
-    """Build the speculator that a config names; auto is `draft` where a drafter is given.
+    """Build the speculator that a config names; auto goes by what the drafter is, if there is one.
 
     Raises:
         ConfigError: there is none of that name, or it cannot work here.
+        CheckpointError: the drafter cannot be loaded.
     """
     config = setup.config
     name = config.speculator
     if name == "auto":
-        name = "none" if config.draft is None else "draft"
+        name = "none" if config.draft is None else _kind_of_drafter(config.draft)
     kind = SPECULATORS.get(name) or _load(name)
     if config.draft is not None and name in ("none", "ngram", "trie"):
         raise ConfigError(
             f"speculator {name!r} takes no drafter; leave --draft or --speculator out"
         )
     return kind(setup)
+
+
+def _kind_of_drafter(draft: str) -> str:
+    architectures = read_json(resolve_model(draft) / "config.json").get("architectures") or [""]
+    return "dspark" if "DSpark" in str(architectures[0]) else "draft"
 
 
 def _load(name: str) -> type[Speculator]:

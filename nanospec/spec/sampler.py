@@ -101,6 +101,32 @@ def draw(probs: Tensor, rows: SamplingRows, stream: int) -> Tensor:
     return (probs.log() + gumbel).argmax(dim=-1)
 
 
+def draw_drafts(
+    logits: Tensor, roots: SamplingRows, depth: int, shares_noise: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Draw the draft tokens of one depth from a drafter's logits.
+
+    Rows that share noise draw as the target will at that output position, the others by noise of
+    their own.
+
+    Args:
+        logits: [N, V].
+        roots: how the token after each root is sampled.
+        depth: how many drafts are between the root and this token.
+        shares_noise: [N] bool.
+
+    Returns:
+        Tokens [N] int64, and the q they were drawn from, [N, V] fp32; None if all are greedy.
+    """
+    everyone = torch.arange(len(logits), device=logits.device)
+    rows = roots.at(everyone, torch.full_like(everyone, depth))
+    if rows.is_greedy:
+        return sample(logits, rows), None
+    q = probabilities(logits, rows)
+    alike = draw(q, rows, noise.TARGET)
+    return torch.where(shares_noise, alike, draw(q, roots, noise.DRAFT + depth)), q
+
+
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return the distribution each row is drawn from, [N, V] fp32, after all filters.
 

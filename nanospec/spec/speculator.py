@@ -17,6 +17,7 @@ from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import EngineConfig, ModelConfig
 from nanospec.cudagraph.runner import TargetOutput
 from nanospec.errors import ConfigError
+from nanospec.models.decoder import Decoder
 from nanospec.spec.plan import build_plan
 from nanospec.types import (
     AcceptResult,
@@ -51,6 +52,7 @@ class SpeculatorSetup:
     model: ModelConfig  # of the target
     dtype: torch.dtype  # of the target
     device: torch.device
+    target: Decoder | None = None  # its weights, which a drafter may share
 
 
 class Speculator(ABC):

@@ -1,0 +1,316 @@
+"""DSpark's drafter: logits of a whole block in one forward, then a correction token by token.
+
+The block is the root and G - 1 mask tokens; slot k says what follows the k-th token after the root.
+Its layers see, besides the block, what the target thought at every earlier token: *features*, the
+residual stream after some of the target's layers.
+
+Source: the DSpark paper (arXiv:2607.05147) and the checkpoints released with it. Without a Markov
+head the same network is DFlash.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanospec.attention.backend import AttentionBackend
+from nanospec.config import ModelConfig
+from nanospec.errors import CheckpointError
+from nanospec.models.decoder import DecoderLayer
+from nanospec.models.layers import Attention, Linear, RMSNorm, RotaryEmbedding
+from nanospec.text import read_json
+
+ARCHITECTURE = "Qwen3DSparkModel"
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+CALIBRATION = "confidence.json"
+REGIMES = ("greedy", "sampled")  # requests with and without a temperature are calibrated apart
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkConfig:
+    """The shape of a drafter, and what it expects of its target."""
+
+    layers: ModelConfig  # its own layers; vocabulary and width are the target's
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]  # T of them; features are taken after these; -1: before all
+    block_size: int  # G
+    mask_token_id: int
+    markov_rank: int  # r; 0: no Markov head
+    markov_head: str
+    has_confidence: bool
+    confidence_with_markov: bool
+    temperatures: Mapping[str, tuple[float, ...]]  # per regime [G], of the confidences
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "DSparkConfig":
+        """Read `config.json` and, where there is one, the calibration beside it.
+
+        Raises:
+            CheckpointError: a file is missing or broken, or asks for what is not supported.
+        """
+        config = read_json(folder / "config.json")
+        path = folder / CALIBRATION
+        return cls.from_hf(config, read_json(path) if path.exists() else {})
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], calibration: Mapping[str, Any] | None = None
+    ) -> "DSparkConfig":
+        """Translate a released config.
+
+        Args:
+            config: contents of `config.json`.
+            calibration: a list of G temperatures for each regime; others leave confidences alone.
+
+        Raises:
+            CheckpointError: a field is missing, or names something that is not supported.
+        """
+        _refuse_other_layouts(config)
+        rank = _count(config, "markov_rank", least=0)
+        has_confidence = bool(config.get("enable_confidence_head", False))
+        with_markov = has_confidence and bool(config.get("confidence_head_with_markov", False))
+        head = str(config.get("markov_head_type") or "vanilla").lower()
+        if rank and head not in MARKOV_HEADS:
+            known = ", ".join(MARKOV_HEADS)
+            raise CheckpointError(f"markov_head_type={head!r} is not supported; known are {known}")
+        if with_markov and not rank:
+            raise CheckpointError("confidence_head_with_markov needs a markov_rank above 0")
+        block_size = _count(config, "block_size", least=1)
+        taps = config.get("target_layer_ids") or []
+        if not taps or not all(type(tap) is int for tap in taps) or taps != sorted(set(taps)):
+            raise CheckpointError(f"target_layer_ids={taps!r} must be layer numbers, rising")
+        return cls(
+            layers=ModelConfig.from_hf({**config, "architectures": ["Qwen3ForCausalLM"]}),
+            num_target_layers=_count(config, "num_target_layers", least=1),
+            target_layer_ids=tuple(taps),
+            block_size=block_size,
+            mask_token_id=_count(config, "mask_token_id", least=0),
+            markov_rank=rank,
+            markov_head=head,
+            has_confidence=has_confidence,
+            confidence_with_markov=with_markov,
+            temperatures=_temperatures(calibration or {}, block_size),
+        )
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Refuse a target that this drafter was not made for.
+
+        Raises:
+            CheckpointError: both values are named.
+        """
+        own = self.layers
+        for what, mine, its in (
+            ("a vocabulary of {} tokens", own.vocab_size, target.vocab_size),
+            ("hidden states of width {}", own.hidden_size, target.hidden_size),
+            ("{} target layers", self.num_target_layers, target.num_layers),
+        ):
+            if mine != its:
+                raise CheckpointError(
+                    f"the drafter was made for {what.format(mine)}, the target has {its}; "
+                    f"pass the drafter of this target"
+                )
+        wrong = [tap for tap in self.target_layer_ids if not -1 <= tap < target.num_layers - 1]
+        if wrong:
+            # What follows the last layer is normed in some implementations and not in others.
+            raise CheckpointError(
+                f"target_layer_ids name layer {wrong[0]}; of a target with {target.num_layers} "
+                f"layers, -1 to {target.num_layers - 2} can be taken"
+            )
+        if self.mask_token_id >= target.vocab_size:
+            raise CheckpointError(
+                f"mask_token_id={self.mask_token_id} is not in the vocabulary of "
+                f"{target.vocab_size} tokens"
+            )
+
+
+def _refuse_other_layouts(config: Mapping[str, Any]) -> None:
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    if architecture == "DSparkDraftModel":
+        raise CheckpointError(
+            "DSparkDraftModel is the layout of the speculators library (aux_hidden_state_layer_ids,"
+            f" draft_vocab_size); it is not supported, pass a drafter saved as {ARCHITECTURE}"
+        )
+    if architecture != ARCHITECTURE:
+        raise CheckpointError(f"architecture {architecture} is no {ARCHITECTURE} drafter")
+    for name, only in (("sample_from_anchor", True), ("draft_vocab_size", None)):
+        if config.get(name, only) != only:
+            raise CheckpointError(f"{name}={config[name]!r} of a drafter is not supported")
+
+
+def _count(config: Mapping[str, Any], name: str, least: int) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < least:
+        raise CheckpointError(f"config.json gives {name}={value!r}; it must be {least} or more")
+    return value
+
+
+def _temperatures(
+    calibration: Mapping[str, Any], block_size: int
+) -> Mapping[str, tuple[float, ...]]:
+    found = {}
+    for regime in REGIMES:
+        given = calibration.get(regime, [1.0] * block_size)
+        ok = isinstance(given, list) and all(isinstance(each, int | float) for each in given)
+        if not ok or len(given) != block_size or min(given) <= 0:
+            raise CheckpointError(
+                f"{CALIBRATION} gives {regime}={given!r}; it must be {block_size} numbers above 0"
+            )
+        found[regime] = tuple(float(each) for each in given)
+    return found
+
+
+class MarkovHead(nn.Module):
+    """Adds to a slot's logits what the token before it suggests; low rank r, three kinds."""
+
+    def __init__(self, config: DSparkConfig, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        rank, width = config.markov_rank, config.layers.hidden_size
+        vocab_size = config.layers.vocab_size
+        self.kind = config.markov_head
+        self.markov_w1 = Linear(rank, vocab_size, dtype, device)  # a table, like an embedding
+        self.markov_w2 = Linear(rank, vocab_size, dtype, device)
+        if self.kind == "gated":
+            self.gate_proj = Linear(width + rank, rank, dtype, device, bias=True)
+        if self.kind == "rnn":
+            self.joint_proj = Linear(2 * rank + width, 3 * rank, dtype, device, bias=True)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return [N, r] for tokens [N]."""
+        return F.embedding(tokens, self.markov_w1.weight)
+
+    def forward(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the correction [N, V] and the next state [N, r].
+
+        Args:
+            hidden: [N, H] of the slots.
+            previous: [N, r], the token before each slot, embedded.
+            state: [N, r], 0 at the start of a block; only the kind `rnn` changes it.
+        """
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat((hidden, previous), dim=-1)).sigmoid()
+            return self.markov_w2(gate * previous), state
+        if self.kind == "rnn":
+            joint = self.joint_proj(torch.cat((state, previous, hidden), dim=-1))
+            gate, candidate, out = joint.chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            return self.markov_w2(out.tanh()), gate * state + (1 - gate) * candidate.tanh()
+        return self.markov_w2(previous), state
+
+
+class ConfidenceHead(nn.Module):
+    """Says how probably the token drawn at a slot is accepted, if those before it are."""
+
+    def __init__(self, config: DSparkConfig, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        width = config.layers.hidden_size + config.confidence_with_markov * config.markov_rank
+        self._with_markov = config.confidence_with_markov
+        self.proj = Linear(width, 1, dtype, device, bias=True)
+
+    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return logits [N] fp32 for slots [N, H] and the embedded tokens [N, r] before them."""
+        seen = torch.cat((hidden, previous), dim=-1) if self._with_markov else hidden
+        logits: Tensor = self.proj(seen)
+        return logits[:, 0].float()
+
+
+class DSparkDrafter(nn.Module):
+    """The network. Parameters are named as in the checkpoint, but for the fused ones.
+
+    Embedding and head are given: mostly they are the target's own.
+    """
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        embed_tokens: Linear,
+        lm_head: Linear,
+    ):
+        super().__init__()
+        self.config = config
+        shape = config.layers
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.embed_tokens = embed_tokens
+        self.lm_head = lm_head
+        self.fc = Linear(len(config.target_layer_ids) * width, width, dtype, device)
+        self.hidden_norm = RMSNorm(width, eps, dtype, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, layer, dtype, device) for layer in range(shape.num_layers)
+        )
+        self.norm = RMSNorm(width, eps, dtype, device)
+        self.markov_head = MarkovHead(config, dtype, device) if config.markov_rank else None
+        self.confidence_head = (
+            ConfidenceHead(config, dtype, device) if config.has_confidence else None
+        )
+        self._rope = RotaryEmbedding(shape.rope, shape.head_dim, device)
+
+    def context(self, features: Sequence[Tensor], positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys and values [C, Hkv, D] for tokens the target has processed.
+
+        Args:
+            features: T tensors [C, H], in the order of `target_layer_ids`.
+            positions: [C] int64.
+        """
+        fused = self.hidden_norm(self.fc(torch.cat(tuple(features), dim=-1)))
+        rope = self._rope.tables(positions, fused.dtype)
+        return [_attention_of(layer).keys_values(fused, rope) for layer in self.layers]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Run the rows of blocks; return final hidden states [T, H], normed.
+
+        Args:
+            token_ids: [T] int64: of each block the root, then mask tokens.
+            positions: [T] int64: the root's own, then the ones after it.
+            attention: shows each row the context and all rows of its block.
+        """
+        x = F.embedding(token_ids, self.embed_tokens.weight)
+        rope = self._rope.tables(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, rope, attention)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """Return [.., V] for hidden states [.., H]."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def first_state(self, count: int) -> Tensor:
+        """Return the Markov head's state [count, r] at the start of a block."""
+        return self.fc.weight.new_zeros(count, self.config.markov_rank)
+
+    def correct(
+        self, base: Tensor, hidden: Tensor, previous: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Correct one slot of N blocks by the tokens before it.
+
+        Args:
+            base: [N, V] logits of the slot.
+            hidden: [N, H] of the slot.
+            previous: [N] int64, the token before the one that the slot is about.
+            state: [N, r], from the slot before, or `first_state`.
+
+        Returns:
+            Logits [N, V] fp32; confidence logits [N] fp32, without a confidence head None; the next
+            state.
+        """
+        embedded = state
+        logits = base.float()
+        if self.markov_head is not None:
+            embedded = self.markov_head.embed(previous)
+            bias, state = self.markov_head(hidden, embedded, state)
+            logits = logits + bias.float()
+        if self.confidence_head is None:
+            return logits, None, state
+        return logits, self.confidence_head(hidden, embedded), state
+
+
+def _attention_of(layer: nn.Module) -> Attention:
+    assert isinstance(layer, DecoderLayer)
+    return layer.self_attn

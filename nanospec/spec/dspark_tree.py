@@ -1,0 +1,106 @@
+"""DSpark drafts a tree: the same blocks, but every node's token corrects the slot below it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanospec.spec.dspark import DSparkSpeculator
+from nanospec.spec.sampler import SamplingRows, probabilities, sampling_rows
+from nanospec.types import GREEDY_TEMPERATURE, Draft, PlanKind, Request, Resources
+
+
+class DSparkTreeSpeculator(DSparkSpeculator):
+    """Expands the most probable node first, until `max_draft_len` nodes are there.
+
+    A node's children are the top tokens of the distribution that its own token gives; its survival
+    is the product of the probabilities from the root to it. Tokens are chosen, not drawn, and are
+    accepted where the target draws them: point masses, lossless at any temperature.
+    """
+
+    def resources(self) -> Resources:
+        """See `Speculator.resources`."""
+        length = self.setup.config.max_draft_len
+        return Resources(PlanKind.TREE, 1 + length, taps=self._config.target_layer_ids)
+
+    def _draft(self, requests: Sequence[Request], room: Sequence[int]) -> list[Draft]:
+        lengths = [min(own, self._config.block_size) for own in room]
+        hidden = self._run_blocks(requests, lengths)
+        device = hidden.device
+        vocab_size = self._config.layers.vocab_size
+        rows = _not_greedy(sampling_rows(requests, vocab_size, device), vocab_size)
+        roots = torch.tensor([request.tokens[-1] for request in requests]).to(device)
+        tokens, parents, survival = self._expand(
+            hidden, rows, roots, torch.tensor(lengths).to(device), max(room)
+        )
+        columns = zip(tokens.tolist(), parents.tolist(), survival.tolist(), strict=True)
+        drafts = []
+        for own, (token, parent, alive) in zip(room, columns, strict=True):
+            # Where nothing can follow (a small vocabulary, a short block) nodes have no chance.
+            size = sum(each > 0 for each in alive[:own])
+            drafts.append(Draft(token[:size], parent[:size], survival=alive[:size]))
+        return drafts
+
+    def _expand(
+        self, hidden: Tensor, rows: SamplingRows, roots: Tensor, depths: Tensor, size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Grow n trees, best node first.
+
+        Args:
+            hidden: [n, slots, H].
+            rows: [n] how the token after each root is sampled.
+            roots: [n] int64.
+            depths: [n] int64, how deep each tree may become.
+            size: nodes of a tree.
+
+        Returns:
+            Tokens, parents (row numbers) and survival [n, size], the latter falling.
+        """
+        drafter, device = self._drafter, hidden.device
+        base = drafter.base_logits(hidden)
+        count = len(roots)
+        everyone = torch.arange(count, device=device)
+        best = min(size, base.shape[-1])  # of a node's children, no more can be taken
+        # Row 0 is the root. A pool of candidates takes the children of every row.
+        row_token = torch.zeros(count, size + 1, dtype=torch.int64, device=device)
+        row_depth, row_parent = torch.zeros_like(row_token), torch.zeros_like(row_token)
+        row_survival = torch.ones(count, size + 1, device=device)
+        row_token[:, 0] = roots
+        first = drafter.first_state(count)
+        states = first.new_zeros(count, size, first.shape[-1])  # after each row
+        pool_survival = torch.zeros(count, size * best, device=device)
+        pool_token = torch.zeros(count, size * best, dtype=torch.int64, device=device)
+        for row in range(size):
+            depth = row_depth[:, row]
+            slot = depth.clamp(max=hidden.shape[1] - 1)
+            state = first if row == 0 else states[everyone, row_parent[:, row]]
+            logits, _, states[:, row] = drafter.correct(
+                base[everyone, slot], hidden[everyone, slot], row_token[:, row], state
+            )
+            probs, children = probabilities(logits, rows.at(everyone, depth)).topk(best)
+            may_grow = (depth < depths)[:, None]
+            pool = slice(row * best, (row + 1) * best)
+            pool_survival[:, pool] = row_survival[:, row, None] * probs * may_grow
+            pool_token[:, pool] = children
+            alive, taken = pool_survival[:, : (row + 1) * best].max(dim=1)
+            pool_survival[everyone, taken] = 0.0
+            parent = taken // best
+            row_token[:, row + 1] = pool_token[everyone, taken]
+            row_parent[:, row + 1] = parent
+            row_depth[:, row + 1] = row_depth[everyone, parent] + 1
+            row_survival[:, row + 1] = alive
+        return row_token[:, 1:], row_parent[:, 1:], row_survival[:, 1:]
+
+
+def _not_greedy(rows: SamplingRows, vocab_size: int) -> SamplingRows:
+    """Let greedy rows keep all tokens at temperature 1: which is best is uncertain, so graded."""
+    greedy = rows.temperature < GREEDY_TEMPERATURE
+    return replace(
+        rows,
+        temperature=rows.temperature.masked_fill(greedy, 1.0),
+        top_k=rows.top_k.masked_fill(greedy, vocab_size),
+        top_p=rows.top_p.masked_fill(greedy, 1.0),
+        min_p=rows.min_p.masked_fill(greedy, 0.0),
+        is_greedy=False,
+    )
