@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Calibrate a DSpark drafter's confidences: a temperature per slot and regime, stored beside it.
+
+Sequential temperature scaling: from the first slot to the last, the temperature that makes the
+survival (the product of the confidences up to a slot) come out as often as it says, measured by the
+expected calibration error, the temperatures before it held fixed. Rounds that verified whole blocks
+are split in two by request: one half to fit on, one to test on.
+
+Source: the DSpark paper (arXiv:2607.05147), section on confidence-scheduled verification.
+
+Example:
+    python scripts/calibrate_confidence.py --model models/smollm2 --draft models/smollm2-dspark \\
+        --prompts questions.jsonl
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanospec import LLM, SamplingParams
+from nanospec.models.dspark import CALIBRATION
+from nanospec.models.loader import resolve_model
+from nanospec.types import StepOutput
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from provenance import provenance
+from responses import prompt_ids
+
+GRID = torch.logspace(-3, 3, 61, base=2.0)
+NUM_BINS = 20
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # a regime is measured at this one
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Rounds that verified chains: what each slot promised, and what became of it."""
+
+    logits: Tensor  # [N, G] of the confidences
+    offered: Tensor  # [N] drafts that count: none after a stop
+    accepted: Tensor  # [N]
+    request: Tensor  # [N] which request each is of
+
+    def select(self, chosen: Tensor) -> "Rounds":
+        """Return some rounds."""
+        return Rounds(
+            self.logits[chosen], self.offered[chosen], self.accepted[chosen], self.request[chosen]
+        )
+
+    def survival(self, temperatures: Tensor) -> Tensor:
+        """Return the promised survival [N, G] under temperatures [G]."""
+        return (self.logits / temperatures).sigmoid().cumprod(dim=1)
+
+    def outcome(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Return which rounds offered a slot, and which of all kept it, [N] bool."""
+        return self.offered > slot, self.accepted > slot
+
+
+def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Rounds:
+    """Run prompts and record their rounds; confidences are recorded without calibration."""
+    rows: list[tuple[list[float], int, int, int]] = []
+    size = llm.engine.speculator.effective.max_rows - 1
+
+    def observe(step: StepOutput) -> None:
+        for request, draft, path, emitted in zip(
+            step.requests, step.drafts, step.path, step.emitted, strict=True
+        ):
+            if draft is None:
+                continue
+            assert draft.survival is not None, "the drafter has no confidence head"
+            offered, accepted = len(draft), len(path) - 1
+            if len(emitted) <= accepted:  # what a stop cut off does not count
+                offered = accepted = len(emitted)
+            alive = torch.tensor([1.0, *draft.survival], dtype=torch.float64)
+            kept = (alive[1:] / alive[:-1].clamp(min=1e-30)).clamp(1e-8, 1 - 1e-7)
+            logits = kept.logit().tolist()
+            rows.append(
+                (logits + [0.0] * (size - len(logits)), offered, accepted, request.request_id)
+            )
+
+    speculator: Any = llm.engine.speculator
+    calibrated = speculator.temperatures.clone()
+    speculator.temperatures.fill_(1.0)
+    llm.engine.observers.append(observe)
+    try:
+        llm.generate([list(prompt) for prompt in prompts], params)
+    finally:
+        llm.engine.observers.remove(observe)
+        speculator.temperatures.copy_(calibrated)
+    logits, offered, accepted, request = zip(*rows, strict=True)
+    return Rounds(*(torch.tensor(column) for column in (logits, offered, accepted, request)))
+
+
+def calibration_error(promised: Tensor, happened: Tensor) -> float:
+    """Return the expected calibration error over bins of equal width.
+
+    Args:
+        promised: [N] probabilities.
+        happened: [N] bool.
+    """
+    bins = (promised * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    gap = torch.zeros(NUM_BINS, dtype=torch.float64)
+    gap.index_add_(0, bins, promised.double() - happened.double())
+    return float(gap.abs().sum() / max(len(promised), 1))
+
+
+def survival_error(rounds: Rounds, temperatures: Tensor) -> tuple[float, list[float]]:
+    """Return the calibration error of the survival: the slots' mean by weight, and each slot's."""
+    survival = rounds.survival(temperatures)
+    errors, weights = [], []
+    for slot in range(survival.shape[1]):
+        offered, kept = rounds.outcome(slot)
+        errors.append(calibration_error(survival[offered, slot], kept[offered]))
+        weights.append(int(offered.sum()))
+    total = sum(weights)
+    mean = sum(e * w for e, w in zip(errors, weights, strict=True)) / max(total, 1)
+    return mean, errors
+
+
+def fit(rounds: Rounds) -> Tensor:
+    """Return a temperature per slot [G], fitted one after the other."""
+    temperatures = torch.ones(rounds.logits.shape[1])
+    for slot in range(len(temperatures)):
+        offered, kept = rounds.outcome(slot)
+        before = rounds.survival(temperatures)[:, slot - 1] if slot else torch.ones(len(offered))
+        candidates = (rounds.logits[:, slot, None] / GRID).sigmoid() * before[:, None]
+        errors = [
+            calibration_error(candidates[offered, index], kept[offered])
+            for index in range(len(GRID))
+        ]
+        # Among equals the one nearest to leaving things alone.
+        ranked = [(error, abs(index - len(GRID) // 2)) for index, error in enumerate(errors)]
+        temperatures[slot] = GRID[ranked.index(min(ranked))]
+    return temperatures
+
+
+def calibrate(
+    llm: LLM, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int = 0
+) -> dict[str, Any]:
+    """Fit both regimes; return temperatures, and errors before and after on the other half."""
+    result: dict[str, Any] = {}
+    for regime, temperature in TEMPERATURES.items():
+        params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for _ in prompts]
+        rounds = collect(llm, prompts, params)
+        first_half = rounds.request % 2 == 0
+        temperatures = fit(rounds.select(first_half))
+        test = rounds.select(~first_half)
+        result[regime] = {
+            "temperatures": [round(float(each), 4) for each in temperatures],
+            "rounds": len(rounds.request),
+            "error_before": survival_error(test, torch.ones_like(temperatures))[0],
+            "error_after": survival_error(test, temperatures)[0],
+        }
+    return result
+
+
+def store(folder: Path, result: dict[str, Any]) -> None:
+    """Write the temperatures beside the drafter's config, where they are applied at load."""
+    stored = {regime: own["temperatures"] for regime, own in result.items()}
+    (folder / CALIBRATION).write_text(json.dumps(stored, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Calibrate; print a table, then one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="target: folder or Hugging Face id")
+    parser.add_argument("--draft", required=True, help="drafter: a folder, which is written to")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, held out")
+    parser.add_argument("--limit", type=int, help="use so many prompts")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args(argv)
+    folder = resolve_model(args.draft)
+    llm = LLM(args.model, draft=str(folder), speculator="dspark", **block_options(folder, args))
+    prompts = prompt_ids(args.model, args.prompts)[: args.limit]
+    result = calibrate(llm, prompts, max_tokens=args.max_tokens)
+    store(folder, result)
+    print(f"{'regime':<8} {'rounds':>6} {'before':>7} {'after':>7}  temperatures")
+    for regime, own in result.items():
+        listed = " ".join(f"{each:.2f}" for each in own["temperatures"])
+        before, after = own["error_before"], own["error_after"]
+        print(f"{regime:<8} {own['rounds']:>6} {before:>7.2%} {after:>7.2%}  {listed}")
+    print(json.dumps(provenance() | {"calibration": result}))
+
+
+def block_options(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return engine options for whole blocks of a drafter on the device of the command line."""
+    block = json.loads((folder / "config.json").read_text())["block_size"]
+    return {"max_draft_len": block, "device": args.device, "dtype": args.dtype}
+
+
+if __name__ == "__main__":
+    main()

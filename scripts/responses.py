@@ -1,0 +1,125 @@
+"""A target's own responses to a file of prompts: what a drafter is trained on."""
+
+import json
+import multiprocessing
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanospec import LLM, SamplingParams
+from nanospec.models.loader import resolve_model
+from nanospec.prompts import read_prompts
+from nanospec.text import Tokenizer
+
+
+def prompt_ids(model: str, path: Path) -> list[list[int]]:
+    """Return the token ids of each row's first turn, through the chat template if there is one."""
+    tokenizer = Tokenizer.load(resolve_model(model))
+    assert tokenizer is not None, f"{model} has no tokenizer"
+    found = []
+    for conversation in read_prompts(path):
+        turn = conversation.turns[0]
+        if not isinstance(turn, str):
+            found.append(turn)
+        elif tokenizer.has_chat_template:
+            found.append(tokenizer.chat_ids([{"role": "user", "content": turn}]))
+        else:
+            found.append(tokenizer.encode(turn))
+    return found
+
+
+def respond(
+    folder: Path,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    samples: int,
+    temperatures: Sequence[float],
+    processes: int = 1,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Return `samples` responses to each prompt; what the folder already holds is not made again.
+
+    Args:
+        folder: holds one file of JSON lines per process; a killed run goes on from there.
+        model: folder or Hugging Face id.
+        prompts: token ids.
+        samples: responses per prompt; the i-th is drawn at temperature `temperatures[i % n]`.
+        temperatures: n of them.
+        processes: that share the GPU; generation in one process waits mostly for its host.
+        options: max_tokens and seed of the requests; the rest are of the engine.
+
+    Returns:
+        Rows with prompt (ids), output (ids, the end token included), temperature, key.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {
+        f"{index}/{sample}": (prompt, temperatures[sample % len(temperatures)])
+        for index, prompt in enumerate(prompts)
+        for sample in range(samples)
+    }
+    done = _read(folder)
+    todo = [(key, *wanted[key]) for key in wanted if key not in done]
+    shards = [todo[start::processes] for start in range(processes)]
+    options = options | {"threads": max((os.cpu_count() or 1) // processes, 1)}
+    work = [(folder, number, model, shard, options) for number, shard in enumerate(shards) if shard]
+    if len(work) == 1:
+        _respond(*work[0])
+    elif work:
+        with multiprocessing.get_context("spawn").Pool(len(work)) as pool:
+            pool.starmap(_respond, work)
+    done = _read(folder)
+    return [done[key] for key in wanted]
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in sorted(folder.glob("responses-*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # the line a killed run was writing
+            found[row["key"]] = row
+    return found
+
+
+def _respond(
+    folder: Path,
+    number: int,
+    model: str,
+    todo: Sequence[tuple[str, Sequence[int], float]],
+    options: dict[str, Any],
+) -> None:
+    own = dict(options)
+    torch.set_num_threads(own.pop("threads"))
+    max_tokens, seed = own.pop("max_tokens"), own.pop("seed")
+    engine = LLM(model, **own).engine
+    requests = {}
+    for key, prompt, temperature in todo:
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=zlib.crc32(f"{seed}/{key}".encode()),
+        )
+        requests[engine.add(list(prompt), params).request_id] = (key, temperature)
+    path = folder / f"responses-{number:02}.jsonl"
+    with path.open("a") as out, tqdm(total=len(todo), unit="response", position=number) as bar:
+        out.write("\n")  # ends a line that a killed run left
+        while engine.has_work:
+            for request in engine.step():
+                if request.is_finished:
+                    key, temperature = requests.pop(request.request_id)
+                    row = {
+                        "key": key,
+                        "temperature": temperature,
+                        "prompt": request.prompt_token_ids,
+                        "output": request.output_token_ids,
+                    }
+                    out.write(json.dumps(row) + "\n")
+                    bar.update()
