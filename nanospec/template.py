@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -11,7 +12,17 @@ import jinja2.parser
 import jinja2.sandbox
 
 
-def new_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+@cache  # compiling takes over a millisecond, which a file of prompts would pay for every row
+def compiled(template: str) -> jinja2.Template:
+    """Return a template, compiled.
+
+    Raises:
+        jinja2.TemplateError: it is malformed.
+    """
+    return _environment().from_string(template)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return an environment in which a template can neither change its input nor reach out."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]

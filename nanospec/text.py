@@ -97,18 +97,14 @@ class Tokenizer:
             raise ConfigError("this model has no chat template; pass a raw prompt (--no-chat)")
         import jinja2  # imported here, like what follows: a raw prompt needs no template engine
 
-        from nanospec.template import new_environment
+        from nanospec.template import compiled
 
         special = {name: self._special(name) or "" for name in _SPECIAL_TOKENS}
         try:
-            return (
-                new_environment()
-                .from_string(self._template)
-                .render(
-                    messages=[dict(message) for message in messages],
-                    add_generation_prompt=True,
-                    **(special | variables),
-                )
+            return compiled(self._template).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                **(special | variables),
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"the chat template rejects the messages: {error}") from error

@@ -8,6 +8,7 @@ Source: the DSpark paper (arXiv:2607.05147) and the checkpoints released with it
 head the same network is DFlash.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +81,10 @@ class DSparkConfig:
         if with_markov and not rank:
             raise CheckpointError("confidence_head_with_markov needs a markov_rank above 0")
         block_size = _count(config, "block_size", least=1)
-        taps = config.get("target_layer_ids") or []
-        if not taps or not all(type(tap) is int for tap in taps) or taps != sorted(set(taps)):
-            raise CheckpointError(f"target_layer_ids={taps!r} must be layer numbers, rising")
         return cls(
             layers=ModelConfig.from_hf({**config, "architectures": ["Qwen3ForCausalLM"]}),
             num_target_layers=_count(config, "num_target_layers", least=1),
-            target_layer_ids=tuple(taps),
+            target_layer_ids=_rising(config.get("target_layer_ids")),
             block_size=block_size,
             mask_token_id=_count(config, "mask_token_id", least=0),
             markov_rank=rank,
@@ -136,9 +134,20 @@ def _refuse_other_layouts(config: Mapping[str, Any]) -> None:
         )
     if architecture != ARCHITECTURE:
         raise CheckpointError(f"architecture {architecture} is no {ARCHITECTURE} drafter")
-    for name, only in (("sample_from_anchor", True), ("draft_vocab_size", None)):
+    for name, only in (
+        ("sample_from_anchor", True),
+        ("draft_vocab_size", None),
+        ("tie_word_embeddings", False),
+    ):
         if config.get(name, only) != only:
             raise CheckpointError(f"{name}={config[name]!r} of a drafter is not supported")
+
+
+def _rising(taps: Any) -> tuple[int, ...]:
+    ok = isinstance(taps, list) and all(type(tap) is int for tap in taps)
+    if not ok or not taps or taps != sorted(set(taps)):
+        raise CheckpointError(f"target_layer_ids={taps!r} must be layer numbers, rising")
+    return tuple(taps)
 
 
 def _count(config: Mapping[str, Any], name: str, least: int) -> int:
@@ -151,13 +160,13 @@ def _count(config: Mapping[str, Any], name: str, least: int) -> int:
 def _temperatures(
     calibration: Mapping[str, Any], block_size: int
 ) -> Mapping[str, tuple[float, ...]]:
-    found = {}
-    for regime in REGIMES:
-        given = calibration.get(regime, [1.0] * block_size)
-        ok = isinstance(given, list) and all(isinstance(each, int | float) for each in given)
-        if not ok or len(given) != block_size or min(given) <= 0:
+    found = dict.fromkeys(REGIMES, (1.0,) * block_size)
+    for regime, given in calibration.items():
+        ok = regime in REGIMES and isinstance(given, list) and len(given) == block_size
+        if not ok or not all(type(each) in (int, float) and 0 < each < math.inf for each in given):
             raise CheckpointError(
-                f"{CALIBRATION} gives {regime}={given!r}; it must be {block_size} numbers above 0"
+                f"{CALIBRATION} gives {regime}={given!r}; known are {' and '.join(REGIMES)}, "
+                f"{block_size} numbers above 0 each"
             )
         found[regime] = tuple(float(each) for each in given)
     return found

@@ -50,7 +50,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to the same shape."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        # In training the weight may be wider than the activations, which has no fused kernel.
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self._eps)
 
 
 class RotaryEmbedding:
