@@ -1,7 +1,8 @@
 """Builders of what many tests need: tiny checkpoints, engines, requests and scripted targets."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanospec.engine.pages import PageAllocator
 from nanospec.engine.round import RoundContext, speculative_round
 from nanospec.engine.scheduler import Scheduler
 from nanospec.spec.speculator import NoSpeculator, Speculator, SpeculatorSetup
-from nanospec.text import TextStream
+from nanospec.text import TextStream, read_json
 from nanospec.types import Request, VerifyPlan
 
 TEXT = "the user is a friend of the owl and the owl said so: 12 + 34 = 46, isn't it? Ünïcödé 🦉!"
@@ -92,6 +93,107 @@ def make_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     return folder
 
 
+def make_drafter(
+    folder: Path, target: Path, *, taught: Sequence[Sequence[int]] = (), **overrides: Any
+) -> Path:
+    """Write a tiny random DSpark drafter in the released layout; near-ties are rare.
+
+    Args:
+        folder: to write; it need not exist.
+        target: a checkpoint of `make_checkpoint`, whose embedding and head are copied.
+        taught: sequences whose next tokens the Markov head finds likely, so that some are accepted.
+        overrides: fields of the config.
+    """
+    own = read_json(target / "config.json")
+    shared = ("vocab_size", "hidden_size")
+    config = {name: own[name] for name in shared} | {
+        "architectures": ["Qwen3DSparkModel"],
+        "dtype": "float32",
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_target_layers": own["num_hidden_layers"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "block_size": 7,
+        "mask_token_id": own["vocab_size"] - 1,
+        "target_layer_ids": [0, 1],
+        "markov_rank": 16,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    config |= overrides
+    generator = torch.Generator().manual_seed(0)
+    rank = max(config["markov_rank"], 1)
+    scales = {"markov_w1": 1.0, "markov_w2": 2.0 * rank**-0.5, "joint_proj": 0.4}
+    tensors = {}
+    for name, shape in drafter_shapes(config).items():
+        drawn = torch.randn(shape, generator=generator)
+        is_norm = len(shape) == 1 and "norm" in name
+        scale = scales.get(name.split(".")[-2], 0.2)
+        tensors[name] = 0.5 + drawn.abs() if is_norm else scale * drawn
+    stored = load_file(target / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    tensors["embed_tokens.weight"] = embedding.clone()
+    tensors["lm_head.weight"] = stored.get("lm_head.weight", embedding).clone()
+    for before, after in sorted({pair for each in taught for pair in itertools.pairwise(each)}):
+        code = tensors["markov_head.markov_w1.weight"][before]
+        tensors["markov_head.markov_w2.weight"][after] += 12.0 * code / rank
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def drafter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that a released drafter of this config stores, and their shapes."""
+    vocab, width, rank = config["vocab_size"], config["hidden_size"], config["markov_rank"]
+    dim, inner = config["head_dim"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    layer = {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_proj": (q, width),
+        "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width),
+        "self_attn.o_proj": (width, q),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (vocab, width),
+        "lm_head.weight": (vocab, width),
+        "fc.weight": (width, len(config["target_layer_ids"]) * width),
+        "hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (vocab, rank)
+    kind = config["markov_head_type"].lower() if rank else ""
+    if kind == "gated":
+        shapes["markov_head.gate_proj.weight"] = (rank, width + rank)
+        shapes["markov_head.gate_proj.bias"] = (rank,)
+    if kind == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + width)
+        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if config["enable_confidence_head"]:
+        seen = rank if config["confidence_head_with_markov"] else 0
+        shapes["confidence_head.proj.weight"] = (1, width + seen)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
 def perturbed(source: Path, folder: Path, noise: float) -> Path:
     """Write a copy of a checkpoint with noise, relative to each matrix's deviation, on it."""
     folder.mkdir(parents=True)
@@ -145,9 +247,10 @@ def make_llm(folder: Path, *, num_pages: int | None = None, **options: Any) -> L
     llm = LLM(str(folder), **options)
     if num_pages is None:
         return llm
-    config = llm.engine.model_config
-    page = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    page *= options.get("page_size", 16) * (2 if "draft" in options else 1)  # a drafter as large
+    drafter = llm.engine.speculator.cache_layers()
+    models = [llm.engine.model_config] + ([] if drafter is None else [drafter])
+    page = sum(2 * each.num_layers * each.num_kv_heads * each.head_dim * 4 for each in models)
+    page *= options.get("page_size", 16)
     return LLM(str(folder), kv_cache_gib=(num_pages + 0.5) * page / 2**30, **options)
 
 

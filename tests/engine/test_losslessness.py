@@ -5,6 +5,7 @@ rounds, and compares their joint law with the product of the target's own. Seeds
 outcome is too.
 """
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,12 @@ def chi_square(found: list[list[int]], law: Tensor) -> tuple[float, float]:
     expected = torch.cat((expected[large], expected[~large].sum()[None]))
     live = expected > 0
     statistic = float(((counts - expected)[live] ** 2 / expected[live]).sum())
-    freedom = int(live.sum()) - 1
-    # Wilson and Hilferty's approximation; 3.719 is the normal's 0.9999 quantile.
-    return statistic, freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
+    return statistic, quantile(int(live.sum()) - 1)
+
+
+def quantile(freedom: int) -> float:
+    """Return the 0.9999 quantile of chi-square: Wilson and Hilferty's approximation."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
 def assert_lossless(kind: type[Speculator], **params: Any) -> None:
@@ -250,6 +254,63 @@ def test_a_real_drafter_that_is_often_wrong_leaves_the_law_alone(
 @pytest.mark.parametrize("acceptance", ["rejection", "shared-noise"])
 def test_it_does_over_many_draws(tmp_path: Path, acceptance: str) -> None:
     check_real_models(tmp_path, 40_000, acceptance)
+
+
+def real_joint_law(target: Path, prompt: list[int]) -> Tensor:
+    """Return the joint law [6, 6, 6] of the first three tokens."""
+    model = helpers.load_reference(target)
+    law = real_law(target, prompt)[:, :, None].repeat(1, 1, 6)
+    for a, b in itertools.product(range(6), repeat=2):
+        logits = helpers.reference_logits(model, [*prompt, a, b])[-1]
+        law[a, b] *= logits.double().softmax(-1)
+    return law
+
+
+def check_dspark(tmp_path: Path, count: int, speculator: str, **overrides: Any) -> None:
+    """Draw many outputs of four tokens: a first one, and drafts of up to three."""
+    shape = {"vocab_size": 6, "initializer_range": 0.12, "num_hidden_layers": 2}
+    target = helpers.make_checkpoint(tmp_path / "target", "qwen3", **shape)
+    shape = {"block_size": 4, "num_hidden_layers": 1, "target_layer_ids": [-1, 0]}
+    draft = helpers.make_drafter(tmp_path / "dspark", target, **(shape | overrides))
+    options = {"speculator": speculator, "max_draft_len": 4, "acceptance": "rejection"}
+    llm = helpers.make_llm(target, draft=str(draft), max_num_seqs=500, **options)
+    prompt, found = [5, 2, 3], []
+    for _ in range(0, count, 500):
+        params = helpers.greedy(4, temperature=1.0)
+        found += [tokens[:3] for tokens in helpers.token_ids(llm, [prompt] * 500, params)]
+    law = real_joint_law(target, prompt)
+    index = torch.tensor(found) @ torch.tensor([36, 6, 1])
+    counts, expected = index.bincount(minlength=216).double(), law.flatten() * len(found)
+    large = expected >= 5
+    counts = torch.cat((counts[large], counts[~large].sum()[None]))
+    expected = torch.cat((expected[large], expected[~large].sum()[None]))
+    statistic = float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum())
+    freedom = len(counts) - 1
+    assert freedom > 40 and statistic < quantile(freedom)
+    assert 0.2 < llm.stats.acceptance_rates[0] < 0.95, "nothing, or everything, was accepted"
+
+
+DSPARK: list[tuple[str, dict[str, Any]]] = [
+    ("dspark", {}),
+    ("dspark", {"markov_head_type": "gated"}),
+    ("dspark", {"markov_head_type": "rnn"}),
+    ("dspark-tree", {}),
+]
+
+
+@pytest.mark.parametrize(("speculator", "overrides"), DSPARK, ids=str)
+def test_dspark_leaves_the_joint_law_of_three_tokens_alone(
+    tmp_path: Path, speculator: str, overrides: dict[str, Any]
+) -> None:
+    check_dspark(tmp_path, 2000, speculator, **overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("speculator", "overrides"), DSPARK, ids=str)
+def test_dspark_does_over_many_draws(
+    tmp_path: Path, speculator: str, overrides: dict[str, Any]
+) -> None:
+    check_dspark(tmp_path, 40_000, speculator, **overrides)
 
 
 @pytest.mark.parametrize("kind", [SampledChain, SampledTree, PointMassTree])

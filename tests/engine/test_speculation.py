@@ -54,6 +54,7 @@ def kinds(plain: dict[tuple[int, ...], list[int]], name: str) -> type[Speculator
 
 
 ALL = ["random", "right", "right-tree", "adversarial", "half", "ngram", "trie", "draft"]
+ALL += ["dspark", "dspark-tree"]
 ALL += ["perturbed", "examples.lookahead:LookaheadSpeculator"]
 
 
@@ -63,6 +64,13 @@ def options_of(folder: Path, kind: Any, register: Any) -> dict[str, Any]:
         if not draft.exists():
             helpers.perturbed(folder, draft, 0.12)
         return {"draft": str(draft)}
+    if kind in ("dspark", "dspark-tree"):  # taught, or it would never be right
+        draft = folder.parent / "dspark"
+        if not draft.exists():
+            taught = helpers.token_ids(helpers.make_llm(folder), PROMPTS[::2], helpers.greedy(30))
+            shape = {"block_size": 16, "markov_rank": 64, "num_hidden_layers": 1}
+            helpers.make_drafter(draft, folder, taught=taught, **shape)
+        return {"draft": str(draft), "speculator": kind}
     name = kind if isinstance(kind, str) else register(kind)
     return {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
 
@@ -104,7 +112,10 @@ def test_it_is_under_preemption_too(
 
 # Other engines: vllm 41190 and PR 48245 (preemption with drafts in flight), vllm PR 16370 (slots
 # of drafts beyond the last page), sglang PR 33872 (drafts beyond a fixed number were corrupted).
-@pytest.mark.parametrize("name", ["random", "half", "right-tree", "draft", "perturbed", "trie"])
+@pytest.mark.parametrize(
+    "name",
+    ["random", "half", "right-tree", "draft", "perturbed", "trie", "dspark", "dspark-tree"],
+)
 @pytest.mark.parametrize("max_draft_len", [1, 5, 16])
 def test_aborts_and_preemptions_between_any_two_steps_change_nobody_else(
     qwen3: Path, plain: Any, register: Any, name: str, max_draft_len: int
@@ -181,7 +192,9 @@ def test_speculation_finds_the_prefixes_that_plain_decoding_finds(qwen3: Path) -
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("name", ["random", "ngram", "trie", "draft", "perturbed", ALL[-1]])
+@pytest.mark.parametrize(
+    "name", ["random", "ngram", "trie", "draft", "perturbed", "dspark", "dspark-tree", ALL[-1]]
+)
 def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
     qwen3: Path, plain: Any, register: Any, name: str, temperature: float
 ) -> None:
@@ -198,8 +211,9 @@ def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
         assert all(output.stats.acceptance_length > 4.5 for output in outputs)
 
 
-def test_a_perturbed_drafter_is_right_now_and_then(qwen3: Path, plain: Any, register: Any) -> None:
-    llm = helpers.make_llm(qwen3, **options_of(qwen3, "perturbed", register))
+@pytest.mark.parametrize("name", ["perturbed", "dspark", "dspark-tree"])
+def test_imperfect_drafters_are_right_now_and_then(qwen3: Path, register: Any, name: str) -> None:
+    llm = helpers.make_llm(qwen3, **options_of(qwen3, name, register))
     llm.generate(PROMPTS, helpers.greedy(30))
     assert 0.1 < llm.stats.acceptance_rates[0] < 0.9
 
