@@ -20,6 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
+EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter
 MAX_DRAFT_LEN = 63  # with the root, the rows that one 64-bit word can speak of
 
 
@@ -33,7 +34,7 @@ class EngineConfig:
 
     model: str  # a folder, or a Hugging Face id
     draft: str | None = None  # a drafter's folder or id
-    speculator: str = "auto"  # what drafts: none, ngram, trie, draft or module:Class
+    speculator: str = "auto"  # none, ngram, trie, draft, dspark, dspark-tree or module:Class
     max_draft_len: int = 7  # draft rows of one request at most
     acceptance: str = "auto"  # auto: shared-noise for requests with a seed, rejection for others
     adaptive: str = "off"  # or schedule:[[from, to, drafts], ..] by number of running requests
@@ -85,7 +86,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
-        """Build a config from keyword options.
+        """Build a config from keyword options; without a model it is that of the embedded pair.
 
         Raises:
             ConfigError: an option is unknown, or a value cannot work.
@@ -96,7 +97,16 @@ class EngineConfig:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
-        return cls(**options)
+        return cls(**(options if options.get("model") else _with_embedded_pair(options)))
+
+
+def _with_embedded_pair(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the target that comes with the package, and its drafter where one can be used."""
+    pair = dict(options) | {"model": str(EMBEDDED_PAIR / "target")}
+    takes_drafter = options.get("speculator", "auto") in ("auto", "dspark", "dspark-tree")
+    if options.get("draft") is None and takes_drafter:
+        pair["draft"] = str(EMBEDDED_PAIR / "drafter")
+    return pair
 
 
 @cache  # asked every round, of the same few strings

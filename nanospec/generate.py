@@ -118,12 +118,12 @@ def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
 
 def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add("--model", required=True, help="folder or Hugging Face id")
+    add("--model", help="folder or Hugging Face id (default: a toy for word problems)")
     add("--draft", help="drafter: folder or Hugging Face id")
     add(
         "--speculator",
         default="auto",
-        help="auto, none, ngram, trie, draft, or your own as module:Class",
+        help="auto, none, ngram, trie, draft, dspark, dspark-tree, or your own as module:Class",
     )
     add("--max-draft-len", type=int, default=7, help="draft rows of one request at most")
     add(

@@ -36,9 +36,11 @@ class LLM:
         """Load a model.
 
         Args:
-            model: a folder in Hugging Face's layout, or a Hugging Face id.
+            model: a folder in Hugging Face's layout, or a Hugging Face id; None for the toy that
+                comes with the package, and its drafter.
             draft: the same for a drafter.
-            speculator: what drafts: auto, none, ngram, trie, draft, or module:Class.
+            speculator: what drafts: auto, none, ngram, trie, draft, dspark, dspark-tree, or
+                module:Class.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu or cuda.
             options: the other fields of `EngineConfig`.
@@ -48,8 +50,6 @@ class LLM:
             CheckpointError: the model cannot be found or loaded.
             BackendUnavailableError: device or attention backend cannot run here.
         """
-        if model is None:
-            raise ConfigError("no model given; pass a folder or a Hugging Face id")
         named = {
             "model": model,
             "draft": draft,

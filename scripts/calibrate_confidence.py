@@ -68,13 +68,14 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
     size = llm.engine.speculator.effective.max_rows - 1
 
     def observe(step: StepOutput) -> None:
-        for request, draft, path, emitted in zip(
-            step.requests, step.drafts, step.path, step.emitted, strict=True
+        counts = step.plan.num_rows.tolist()
+        for request, draft, count, path, emitted in zip(
+            step.requests, step.drafts, counts, step.path, step.emitted, strict=True
         ):
             if draft is None:
                 continue
             assert draft.survival is not None, "the drafter has no confidence head"
-            offered, accepted = len(draft), len(path) - 1
+            offered, accepted = count - 1, len(path) - 1  # the rows may not have sufficed for all
             if len(emitted) <= accepted:  # what a stop cut off does not count
                 offered = accepted = len(emitted)
             alive = torch.tensor([1.0, *draft.survival], dtype=torch.float64)
@@ -85,14 +86,14 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
             )
 
     speculator: Any = llm.engine.speculator
-    calibrated = speculator.temperatures.clone()
-    speculator.temperatures.fill_(1.0)
+    calibrated = speculator.temperatures
+    speculator.temperatures = torch.ones_like(calibrated)
     llm.engine.observers.append(observe)
     try:
         llm.generate([list(prompt) for prompt in prompts], params)
     finally:
         llm.engine.observers.remove(observe)
-        speculator.temperatures.copy_(calibrated)
+        speculator.temperatures = calibrated
     logits, offered, accepted, request = zip(*rows, strict=True)
     return Rounds(*(torch.tensor(column) for column in (logits, offered, accepted, request)))
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,15 @@ from nanospec.text import Tokenizer
 def prompt_ids(model: str, path: Path) -> list[list[int]]:
     """Return the token ids of each row's first turn, through the chat template if there is one."""
     tokenizer = Tokenizer.load(resolve_model(model))
-    assert tokenizer is not None, f"{model} has no tokenizer"
     found = []
     for conversation in read_prompts(path):
         turn = conversation.turns[0]
         if not isinstance(turn, str):
             found.append(turn)
-        elif tokenizer.has_chat_template:
+            continue
+        if tokenizer is None:
+            sys.exit(f"{model} has no tokenizer.json, so {path} must hold token ids")
+        if tokenizer.has_chat_template:
             found.append(tokenizer.chat_ids([{"role": "user", "content": turn}]))
         else:
             found.append(tokenizer.encode(turn))

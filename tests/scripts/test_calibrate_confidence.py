@@ -1,0 +1,138 @@
+"""Temperatures that make promised survival come true; what counts as offered and as kept."""
+
+import json
+from pathlib import Path
+
+import calibrate_confidence
+import pytest
+import torch
+from acceptance_study import acceptance, final_number
+from calibrate_confidence import Rounds, calibration_error, collect, fit, store, survival_error
+
+from nanospec.models.dspark import CALIBRATION, DSparkConfig
+from tests import helpers
+
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "A"
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    """The golden drafter in a folder of its own."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((GOLDEN / name).read_bytes())
+    return folder
+
+
+def simulated(count: int, true_temperatures: torch.Tensor, seed: int) -> Rounds:
+    """Return rounds whose confidences come true at other temperatures than 1."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(true_temperatures)
+    logits = torch.randn(count, size, generator=generator) * 2 + 1.5
+    kept = torch.rand(count, size, generator=generator) < (logits / true_temperatures).sigmoid()
+    accepted = kept.long().cumprod(dim=1).sum(dim=1)
+    return Rounds(logits, torch.full((count,), size), accepted, torch.arange(count))
+
+
+def test_fitting_finds_the_temperatures_and_lowers_the_error_on_other_rounds() -> None:
+    true = torch.tensor([2.0, 0.5, 1.0])
+    found = fit(simulated(40_000, true, seed=0))
+    assert torch.allclose(found.log2(), true.log2(), atol=0.25)
+    test = simulated(40_000, true, seed=1)
+    before, _ = survival_error(test, torch.ones(3))
+    after, each = survival_error(test, found)
+    assert after < 0.01 < 0.04 < before and len(each) == 3
+
+
+def test_the_calibration_error_is_the_mean_gap_of_the_bins() -> None:
+    promised = torch.tensor([0.1, 0.1, 0.9, 0.9])
+    happened = torch.tensor([False, False, True, False])
+    assert calibration_error(promised, happened) == pytest.approx((2 * 0.1 + 2 * 0.4) / 4)
+    exact = torch.full((1000,), 0.25)
+    assert calibration_error(exact, torch.arange(1000) < 250) == pytest.approx(0)
+
+
+def test_slots_that_were_not_offered_do_not_count() -> None:
+    rounds = Rounds(
+        logits=torch.full((4, 2), 20.0),
+        offered=torch.tensor([2, 2, 1, 1]),
+        accepted=torch.tensor([2, 2, 1, 1]),
+        request=torch.arange(4),
+    )
+    assert survival_error(rounds, torch.ones(2))[0] == pytest.approx(0, abs=1e-6)
+
+
+def test_rounds_are_recorded_as_the_engine_counts_them(drafter: Path) -> None:
+    llm = helpers.make_llm(GOLDEN / "target", draft=str(drafter))
+    prompt = list(range(3, 16))
+    params = helpers.greedy(40, ignore_eos=False, stop_token_ids=[100])
+    prompts = [prompt, prompt[2:], prompt[5:] * 2]
+    rounds = collect(llm, prompts, params)
+    stats = llm.stats
+    assert len(rounds.logits) == stats.rounds
+    slots = range(len(stats.offered))
+    assert [int((rounds.offered > slot).sum()) for slot in slots] == stats.offered
+    assert [int((rounds.accepted > slot).sum()) for slot in slots] == stats.kept
+
+
+def test_stored_temperatures_are_applied_at_load_but_not_when_fitting(drafter: Path) -> None:
+    options = {"draft": str(drafter)}
+    plain = helpers.make_llm(GOLDEN / "target", **options)
+    prompts = [list(range(3, 16))]
+    raw = collect(plain, prompts, helpers.greedy(20))
+    half = {"temperatures": [0.5] * 7}
+    store(drafter, {"greedy": half, "sampled": {"temperatures": [3.0] * 7}})
+    assert DSparkConfig.from_folder(drafter).temperatures["sampled"] == (3.0,) * 7
+    again = collect(helpers.make_llm(GOLDEN / "target", **options), prompts, helpers.greedy(20))
+    torch.testing.assert_close(raw.logits, again.logits)
+    llm = helpers.make_llm(GOLDEN / "target", **options)
+    served: list[list[float]] = []
+    llm.engine.observers.append(
+        lambda step: served.extend(list(d.survival or []) for d in step.drafts if d is not None)
+    )
+    llm.generate(prompts, helpers.greedy(20))
+    want = raw.survival(torch.full((7,), 0.5))
+    for row, own in zip(want.tolist(), served, strict=True):
+        assert own == pytest.approx(row[: len(own)], abs=1e-4)
+
+
+def test_the_script_writes_the_calibration_and_prints_it(
+    drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": list(range(start, start + 9))} for start in range(3, 13)]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    command = f"--model {GOLDEN / 'target'} --draft {drafter} --prompts {prompts} --max-tokens 12"
+    calibrate_confidence.main([*command.split(), "--device", "cpu"])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    stored = json.loads((drafter / CALIBRATION).read_text())
+    assert {name: own["temperatures"] for name, own in printed["calibration"].items()} == stored
+
+
+def test_the_study_measures_every_speculator_and_rule(drafter: Path) -> None:
+    found = acceptance(
+        str(GOLDEN / "target"),
+        str(drafter),
+        [list(range(3, 16)), list(range(20, 29))],
+        speculators=[("dspark", 7), ("dspark-tree", 12)],
+        temperatures=[0.0, 1.0],
+        max_tokens=16,
+        device="cpu",
+    )
+    cases = [(row["speculator"], row["temperature"], row["acceptance"]) for row in found]
+    assert cases == [
+        ("dspark", 1.0, "rejection"),
+        ("dspark", 0.0, "equal tokens"),
+        ("dspark", 1.0, "shared-noise"),
+        ("dspark-tree", 0.0, "equal tokens"),
+        ("dspark-tree", 1.0, "shared-noise"),
+    ]
+    assert all(row["length"] >= 1 and row["rounds"] > 0 for row in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("so\n#### 1,234", "1234"), ("#### 5 #### -7.5", "-7.5"), ("5", None)]
+)
+def test_the_final_number_follows_the_last_mark(text: str, number: str | None) -> None:
+    assert final_number(text) == number
