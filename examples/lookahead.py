@@ -26,7 +26,7 @@ class LookaheadSpeculator(Speculator):
         self._after: dict[int, int] = {}  # token: what the target last put behind it
 
     def resources(self) -> Resources:
-        return Resources(PlanKind.MASK, 1 + self.setup.config.max_draft_len)
+        return Resources(PlanKind.MASK, 1 + self.max_draft_len)
 
     def observe_step(self, step: StepOutput) -> None:
         for rows in step.committed:

@@ -35,7 +35,7 @@ class EngineConfig:
     model: str  # a folder, or a Hugging Face id
     draft: str | None = None  # a drafter's folder or id
     speculator: str = "auto"  # none, ngram, trie, draft, dspark, dspark-tree or module:Class
-    max_draft_len: int = 7  # draft rows of one request at most
+    max_draft_len: int | None = None  # draft rows of one request; None: what suits the speculator
     acceptance: str = "auto"  # auto: shared-noise for requests with a seed, rejection for others
     adaptive: str = "off"  # or schedule:[[from, to, drafts], ..] by number of running requests
     dtype: str = "auto"  # auto: the checkpoint's, but bfloat16 for a float32 one on a GPU
@@ -57,10 +57,10 @@ class EngineConfig:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
         _one_of("acceptance", self.acceptance, ACCEPTANCES)
-        if not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
+        if self.max_draft_len is not None and not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
             given = f"max_draft_len={self.max_draft_len}"
             raise ConfigError(f"{given} is out of range; pass 1 to {MAX_DRAFT_LEN}")
-        _parse_schedule(self.adaptive, self.max_draft_len)
+        _parse_schedule(self.adaptive, self.max_draft_len or MAX_DRAFT_LEN)
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -77,12 +77,16 @@ class EngineConfig:
             given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
             raise ConfigError(f"{given} is out of range; pass more than 0 and at most 1")
 
-    def draft_len(self, num_running: int) -> int:
-        """Return how many drafts a request may make when so many run."""
-        for first, last, length in _parse_schedule(self.adaptive, self.max_draft_len):
+    def draft_len(self, num_running: int, most: int) -> int:
+        """Return how many drafts a request may make, at most, when so many run."""
+        if self.adaptive == "off":
+            return most
+        for first, last, length in _parse_schedule(
+            self.adaptive, self.max_draft_len or MAX_DRAFT_LEN
+        ):
             if first <= num_running <= last:
-                return length
-        return self.max_draft_len if self.adaptive == "off" else 0
+                return min(length, most)
+        return 0
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
@@ -97,7 +101,7 @@ class EngineConfig:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
-        return cls(**(options if options.get("model") else _with_embedded_pair(options)))
+        return cls(**(_with_embedded_pair(options) if options.get("model") is None else options))
 
 
 def _with_embedded_pair(options: Mapping[str, Any]) -> dict[str, Any]:

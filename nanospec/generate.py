@@ -1,6 +1,6 @@
 """Command line: answer one prompt, or a file of prompts.
 
-    python -m nanospec.generate --model MODEL "What is 17 * 24?"
+    python -m nanospec.generate "Tom has 3 apples and buys 4 more. How many does he have now?"
     python -m nanospec.generate --model MODEL --prompts in.jsonl --output out.jsonl
 
 stdout carries the result only; logs, progress and statistics go to stderr. Bad input is one line on
@@ -20,6 +20,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from tqdm import tqdm
 
 from nanospec import config as choices
@@ -125,7 +126,11 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
         default="auto",
         help="auto, none, ngram, trie, draft, dspark, dspark-tree, or your own as module:Class",
     )
-    add("--max-draft-len", type=int, default=7, help="draft rows of one request at most")
+    add(
+        "--max-draft-len",
+        type=int,
+        help="draft rows of one request at most (default: 7, a block, or a tree of 16)",
+    )
     add(
         "--acceptance",
         default="auto",
@@ -175,6 +180,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.output is not None:
         rows = finished_rows(args.output, conversations, _run_options(args), resume=args.resume)
     todo = [each for each in conversations if each.index not in rows]
+    if args.model is None:
+        torch.set_num_threads(1)  # on a CPU, more only wait for each other in so small a model
     llm = LLM(**engine_options)
     with _tracing(args, llm):
         if args.prompts is None:

@@ -50,7 +50,7 @@ class DraftModelSpeculator(Speculator):
 
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
-        return Resources(PlanKind.CHAIN, 1 + self.setup.config.max_draft_len, records_probs=True)
+        return Resources(PlanKind.CHAIN, 1 + self.max_draft_len, records_probs=True)
 
     def cache_layers(self) -> ModelConfig:
         """See `Speculator.cache_layers`."""

@@ -1,5 +1,6 @@
 """DSpark drafts a chain: one forward for the blocks of all requests, then token by token."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ from nanospec.models.loader import load_drafter, resolve_model
 from nanospec.spec.sampler import draw_drafts, sampling_rows
 from nanospec.spec.speculator import Speculator, SpeculatorSetup
 from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
+
+logger = logging.getLogger(__name__)
 
 
 class DSparkSpeculator(Speculator):
@@ -37,7 +40,16 @@ class DSparkSpeculator(Speculator):
         assert setup.target is not None, "a drafter has a target"
         folder = resolve_model(setup.config.draft)
         self._config = DSparkConfig.from_folder(folder)
+        self.usual_draft_len = self._usual_draft_len()
         super().__init__(setup)
+        self._max_len = self._config.layers.max_position_embeddings
+        if setup.model.max_position_embeddings > self._max_len:
+            logger.warning(
+                "the drafter knows %d positions, the target %d; requests longer than the first are "
+                "decoded plainly from there on",
+                self._max_len,
+                setup.model.max_position_embeddings,
+            )
         self._drafter = load_drafter(
             folder, self._config, setup.target, load_format=setup.config.load_format
         )
@@ -45,9 +57,12 @@ class DSparkSpeculator(Speculator):
             [self._config.temperatures[regime] for regime in REGIMES], device=setup.device
         )  # [2, G] of the confidences; ones leave them as they are
 
+    def _usual_draft_len(self) -> int:
+        return self._config.block_size
+
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
-        length, block = self.setup.config.max_draft_len, self._config.block_size
+        length, block = self.max_draft_len, self._config.block_size
         if length > block:
             raise ConfigError(
                 f"max_draft_len={length} exceeds the drafter's block of {block} tokens; "
@@ -78,8 +93,7 @@ class DSparkSpeculator(Speculator):
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`. A request past the drafter's own positions gets no draft."""
-        limit = self._config.layers.max_position_embeddings
-        room = [max(min(each.max_drafts, limit - len(each.tokens)), 0) for each in requests]
+        room = [max(min(each.max_drafts, self._max_len - len(each.tokens)), 0) for each in requests]
         live = [index for index, own in enumerate(room) if own > 0]
         drafts: list[Draft | None] = [None] * len(requests)
         if live:

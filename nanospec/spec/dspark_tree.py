@@ -15,14 +15,18 @@ class DSparkTreeSpeculator(DSparkSpeculator):
     """Expands the most probable node first, until `max_draft_len` nodes are there.
 
     A node's children are the top tokens of the distribution that its own token gives; its survival
-    is the product of the probabilities from the root to it. Tokens are chosen, not drawn, and are
-    accepted where the target draws them: point masses, lossless at any temperature.
+    is the product of the drafter's probabilities from the root to it, not calibrated. Tokens are
+    chosen, not drawn, and are accepted where the target draws them: point masses, lossless at any
+    temperature.
     """
 
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
-        length = self.setup.config.max_draft_len
-        return Resources(PlanKind.TREE, 1 + length, taps=self._config.target_layer_ids)
+        taps = self._config.target_layer_ids
+        return Resources(PlanKind.TREE, 1 + self.max_draft_len, taps=taps)
+
+    def _usual_draft_len(self) -> int:
+        return 2 * self._config.block_size + 2
 
     def _draft(self, requests: Sequence[Request], room: Sequence[int]) -> list[Draft]:
         lengths = [min(own, self._config.block_size) for own in room]

@@ -61,13 +61,21 @@ class Speculator(ABC):
     Invariant: drafts live on the requests, so preemption, abort and completion need no hook.
     """
 
+    usual_draft_len = 7  # where the user asks for no other
+
     def __init__(self, setup: SpeculatorSetup):
         self.setup = setup
         self.effective = self.resources()  # lowered by `adapt`; plans may not exceed it
 
+    @property
+    def max_draft_len(self) -> int:
+        """Draft rows of one request at most: what the user asks for, or what is usual."""
+        asked = self.setup.config.max_draft_len
+        return self.usual_draft_len if asked is None else asked
+
     def resources(self) -> Resources:
         """Declare, once, the most a plan will ask for; default: chains of `max_draft_len`."""
-        return Resources(PlanKind.CHAIN, 1 + self.setup.config.max_draft_len)
+        return Resources(PlanKind.CHAIN, 1 + self.max_draft_len)
 
     def kernels(self) -> Mapping[KernelKey, Callable[..., Any]]:
         """Provide kernels that replace the engine's; default: none."""
@@ -112,8 +120,8 @@ class Speculator(ABC):
 
         Default: `max_draft_len` drafts a request, or what the schedule gives for so many requests.
         """
-        config = self.setup.config
-        length = min(config.draft_len(view.num_running), self.effective.max_rows - 1)
+        most = self.effective.max_rows - 1
+        length = self.setup.config.draft_len(view.num_running, most)
         return Budget(view.num_running * length, 1 + length)
 
     def plan(self, requests: Sequence[Request]) -> VerifyPlan:

@@ -21,7 +21,7 @@ class TrieSpeculator(Speculator):
 
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
-        return Resources(PlanKind.TREE, 1 + self.setup.config.max_draft_len)
+        return Resources(PlanKind.TREE, 1 + self.max_draft_len)
 
     def observe_step(self, step: StepOutput) -> None:
         """Count which token followed which n-gram, prompts included."""
