@@ -20,12 +20,12 @@ from typing import Any
 from tqdm import tqdm
 
 from nanospec import LLM, SamplingParams
-from nanospec.models.dspark import REGIMES
+from nanospec.models.dspark import REGIMES, DSparkConfig
 from nanospec.models.loader import resolve_model
 from nanospec.stats import Stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from calibrate_confidence import TEMPERATURES, block_options, collect, survival_error
+from calibrate_confidence import TEMPERATURES, collect, options_of, survival_error
 from provenance import provenance
 from responses import prompt_ids
 
@@ -52,8 +52,6 @@ def acceptance(
         options: of the engine.
     """
     found = []
-    # Few requests and many rows, so that no round leaves drafts out for want of rows.
-    options = {"max_num_seqs": 64, "max_num_batched_tokens": 8192} | options
     for speculator, max_draft_len in speculators:
         rules = ["rejection", "shared-noise"] if speculator == "dspark" else ["shared-noise"]
         for rule in rules:
@@ -129,14 +127,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     prompts = prompt_ids(args.model, args.problems)[: args.limit]
     rows = [json.loads(line) for line in args.problems.read_text().splitlines()][: args.limit]
-    folder = resolve_model(args.draft)
-    options = block_options(folder, args) | {"max_model_len": args.max_model_len}
-    block = options.pop("max_draft_len")
+    config = DSparkConfig.from_folder(resolve_model(args.draft))
+    options = options_of(args) | {"max_model_len": args.max_model_len}
     results = acceptance(
         args.model,
         args.draft,
         prompts,
-        speculators=[("dspark", block), ("dspark-tree", args.nodes)],
+        speculators=[("dspark", config.block_size), ("dspark-tree", args.nodes)],
         temperatures=[float(each) for each in args.temperatures.split(",")],
         max_tokens=args.max_tokens,
         **options,
@@ -145,16 +142,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if all("answer" in row for row in rows):
         answers = [row["answer"] for row in rows]
         found["exact_match"] = exact_match(args.model, prompts, answers, args.max_tokens, **options)
-    found["calibration_error"] = calibration(args, prompts, block, options)
+    if config.has_confidence:
+        found["calibration_error"] = calibration(args, prompts, options)
     print_table(found)
     print(json.dumps(provenance() | found))
 
 
 def calibration(
-    args: argparse.Namespace, prompts: Sequence[Sequence[int]], block: int, options: dict[str, Any]
+    args: argparse.Namespace, prompts: Sequence[Sequence[int]], options: dict[str, Any]
 ) -> dict[str, float]:
     """Return the calibration error of the survival as it is served, per regime."""
-    llm = LLM(args.model, draft=args.draft, speculator="dspark", max_draft_len=block, **options)
+    llm = LLM(args.model, draft=args.draft, speculator="dspark", **options)
     temperatures = llm.engine.speculator.temperatures.cpu()  # type: ignore[attr-defined]
     found = {}
     for index, regime in enumerate(REGIMES):
@@ -177,8 +175,10 @@ def print_table(found: dict[str, Any]) -> None:
         )
     if "exact_match" in found:
         print(f"exact match, greedy: {found['exact_match']:.1%} of {found['prompts']}")
-    errors = ", ".join(f"{name} {error:.2%}" for name, error in found["calibration_error"].items())
-    print(f"calibration error of the survival: {errors}")
+    errors = found.get("calibration_error", {})
+    if errors:
+        listed = ", ".join(f"{name} {error:.2%}" for name, error in errors.items())
+        print(f"calibration error of the survival: {listed}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 
 Sequential temperature scaling: from the first slot to the last, the temperature that makes the
 survival (the product of the confidences up to a slot) come out as often as it says, measured by the
-expected calibration error, the temperatures before it held fixed. Rounds that verified whole blocks
-are split in two by request: one half to fit on, one to test on.
+expected calibration error, the temperatures before it held fixed. Requests are split in two: one
+half to fit on, one to test on. Sampled requests are judged by rejection, as those without a seed
+are; those that share noise accept a little less than their survival says.
 
 Source: the DSpark paper (arXiv:2607.05147), section on confidence-scheduled verification.
 
@@ -74,7 +75,8 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
         ):
             if draft is None:
                 continue
-            assert draft.survival is not None, "the drafter has no confidence head"
+            if draft.survival is None:
+                sys.exit("the drafter has no confidence head, so there is nothing to calibrate")
             offered, accepted = count - 1, len(path) - 1  # the rows may not have sufficed for all
             if len(emitted) <= accepted:  # what a stop cut off does not count
                 offered = accepted = len(emitted)
@@ -94,6 +96,8 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
     finally:
         llm.engine.observers.remove(observe)
         speculator.temperatures = calibrated
+    if not rows:
+        sys.exit("no round verified a draft; pass more prompts or a larger --max-tokens")
     logits, offered, accepted, request = zip(*rows, strict=True)
     return Rounds(*(torch.tensor(column) for column in (logits, offered, accepted, request)))
 
@@ -179,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args(argv)
     folder = resolve_model(args.draft)
-    llm = LLM(args.model, draft=str(folder), speculator="dspark", **block_options(folder, args))
+    llm = LLM(args.model, draft=str(folder), speculator="dspark", **options_of(args))
     prompts = prompt_ids(args.model, args.prompts)[: args.limit]
     result = calibrate(llm, prompts, max_tokens=args.max_tokens)
     store(folder, result)
@@ -191,10 +195,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps(provenance() | {"calibration": result}))
 
 
-def block_options(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return engine options for whole blocks of a drafter on the device of the command line."""
-    block = json.loads((folder / "config.json").read_text())["block_size"]
-    return {"max_draft_len": block, "device": args.device, "dtype": args.dtype}
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return engine options: few requests and many rows, so that rounds verify whole blocks."""
+    rows = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    return rows | {"device": args.device, "dtype": args.dtype}
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ MAX_ANSWER = 256  # tokens; the longest there is has about 130
 # One layer and a short training: a drafter that knew all this text by heart would leave confidences
 # and trees nothing to do. A CPU trains it in minutes.
 DRAFTER = "--layers 1 --taps 1,3,5 --markov-rank 32 --samples 2 --temperatures 0,1"
-DRAFTER += f" --max-tokens {MAX_ANSWER} --max-length 512 --batch 64 --anchors 16 --lr 2e-3"
+DRAFTER += f" --max-tokens {MAX_ANSWER} --max-length 512 --batch 64 --anchors 48 --lr 2e-3 --bf16"
 QUESTION_WEIGHT = 0.1  # of a question token's loss; an answer token's is 1
 
 
@@ -97,14 +97,14 @@ class Recipe:
     steps: int = 8000  # of the learning-rate schedule, over all calls
     minutes: float | None = None  # after which a call saves its state and ends
     tokenizer_problems: int = 30_000
-    problems: int = 2_000_000  # distinct training problems
+    problems: int = 2_000_000  # to train on
     rows: int = 1280  # problems a step, about 128 thousand tokens
     micro_batches: int = 2  # a step's rows, sorted by length, run in so many parts
     learning_rate: float = 2e-3
     warmup: int = 200  # steps
     evaluate_every: int = 1000  # steps
     drafter_problems: int = 4000
-    drafter_steps: int = 600
+    drafter_steps: int = 1000
     calibration_problems: int = 2000
 
 
@@ -429,7 +429,7 @@ def train_drafter(out: Path, recipe: Recipe) -> bool:
     questions = out / "questions.jsonl"
     if not questions.exists():
         _write_problems(questions, _take(recipe.seed + 2, recipe.drafter_problems))
-    options = DRAFTER.split()
+    options = [*DRAFTER.split(), "--no-plot"]
     if recipe.minutes is not None:
         options += ["--minutes", str(recipe.minutes)]
     if torch.cuda.is_available():

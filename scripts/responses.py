@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 import sys
 import zlib
 from collections.abc import Sequence
@@ -48,6 +47,8 @@ def respond(
 ) -> list[dict[str, Any]]:
     """Return `samples` responses to each prompt; what the folder already holds is not made again.
 
+    What it holds counts if it is a response to the same prompt, made with the same parameters.
+
     Args:
         folder: holds one file of JSON lines per process; a killed run goes on from there.
         model: folder or Hugging Face id.
@@ -61,21 +62,26 @@ def respond(
         Rows with prompt (ids), output (ids, the end token included), temperature, key.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {
-        f"{index}/{sample}": (prompt, temperatures[sample % len(temperatures)])
-        for index, prompt in enumerate(prompts)
-        for sample in range(samples)
-    }
+    how = f"{options['max_tokens']} tokens, seed {options['seed']}"
+    wanted = {}
+    for index, prompt in enumerate(prompts):
+        for sample in range(samples):
+            temperature = temperatures[sample % len(temperatures)]
+            key = f"{index}, sample {sample} at {temperature}, {how}"
+            wanted[key] = (list(prompt), temperature)
     done = _read(folder)
-    todo = [(key, *wanted[key]) for key in wanted if key not in done]
+    todo = [
+        (key, *made)
+        for key, made in wanted.items()
+        if key not in done or done[key]["prompt"] != made[0]
+    ]
     shards = [todo[start::processes] for start in range(processes)]
-    options = options | {"threads": max((os.cpu_count() or 1) // processes, 1)}
     work = [(folder, number, model, shard, options) for number, shard in enumerate(shards) if shard]
     if len(work) == 1:
         _respond(*work[0])
     elif work:
         with multiprocessing.get_context("spawn").Pool(len(work)) as pool:
-            pool.starmap(_respond, work)
+            pool.starmap(_respond_beside_others, work)
     done = _read(folder)
     return [done[key] for key in wanted]
 
@@ -92,6 +98,11 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _respond_beside_others(*work: Any) -> None:
+    torch.set_num_threads(1)
+    _respond(*work)
+
+
 def _respond(
     folder: Path,
     number: int,
@@ -100,15 +111,15 @@ def _respond(
     options: dict[str, Any],
 ) -> None:
     own = dict(options)
-    torch.set_num_threads(own.pop("threads"))
-    max_tokens, seed = own.pop("max_tokens"), own.pop("seed")
+    max_tokens = own.pop("max_tokens")
+    own.pop("seed")  # it is part of the keys
     engine = LLM(model, **own).engine
     requests = {}
     for key, prompt, temperature in todo:
         params = SamplingParams(
             temperature=temperature,
             max_tokens=max_tokens,
-            seed=zlib.crc32(f"{seed}/{key}".encode()),
+            seed=zlib.crc32(key.encode()),
         )
         requests[engine.add(list(prompt), params).request_id] = (key, temperature)
     path = folder / f"responses-{number:02}.jsonl"

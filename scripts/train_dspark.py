@@ -16,6 +16,7 @@ Example:
 """
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -32,7 +33,13 @@ from tqdm import tqdm
 
 from nanospec.config import ModelConfig
 from nanospec.models.decoder import Decoder
-from nanospec.models.dspark import ARCHITECTURE, MARKOV_HEADS, DSparkConfig, DSparkDrafter
+from nanospec.models.dspark import (
+    ARCHITECTURE,
+    CALIBRATION,
+    MARKOV_HEADS,
+    DSparkConfig,
+    DSparkDrafter,
+)
 from nanospec.models.layers import Linear
 from nanospec.models.loader import fill_random, load_decoder, resolve_model
 from nanospec.text import read_json
@@ -208,21 +215,26 @@ def train(
         Whether all steps are done.
     """
     device = held_out.token_ids.device
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     weights = [each for each in drafter.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
         weights, lr=args.lr, weight_decay=0.0, fused=device.type == "cuda"
     )
     state, step, path = args.out / "state.pt", 0, args.out / "losses.jsonl"
+    seconds = 0.0  # of the commands before
     if state.exists():
         saved = torch.load(state, map_location=device, weights_only=True)
         drafter.load_state_dict(saved["drafter"], strict=False)  # without the frozen tables
         optimizer.load_state_dict(saved["optimizer"])
-        step = saved["step"]
+        step, seconds = saved["step"], saved["seconds"]
+    # A killed run may have logged steps that it did not save.
+    path.write_text("".join(json.dumps(row) + "\n" for row in _curve(path) if row["step"] <= step))
 
     def save() -> None:
         own = {name: each for name, each in drafter.named_parameters() if each.requires_grad}
+        spent = seconds + time.monotonic() - started
         saved = {"drafter": own, "optimizer": optimizer.state_dict(), "step": step}
-        torch.save(saved, state.with_suffix(".tmp"))
+        torch.save(saved | {"seconds": spent}, state.with_suffix(".tmp"))
         state.with_suffix(".tmp").rename(state)
 
     started = saved_at = time.monotonic()
@@ -237,7 +249,7 @@ def train(
                 group["lr"] = args.lr * cosine(step, args.steps, min(WARMUP, args.steps // 10))
             ce_weight = FIRST_CE_WEIGHT if step < FIRST_SHARE * args.steps else CE_WEIGHT
             batch = next(stream)
-            with _autocast(device):
+            with autocast:
                 losses = block_losses(
                     drafter, target, batch, *batch.anchors(args.anchors, generator)
                 )
@@ -261,6 +273,11 @@ def train(
     return step >= args.steps
 
 
+def _curve(path: Path) -> list[dict[str, float]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 @torch.no_grad()
 def evaluate(
     drafter: DSparkDrafter, target: Decoder, held_out: Batch, args: argparse.Namespace
@@ -268,13 +285,9 @@ def evaluate(
     """Return the expected acceptance length on held-out text."""
     device = held_out.token_ids.device
     generator = torch.Generator(device).manual_seed(args.seed)
-    with _autocast(device):
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
         anchors = held_out.anchors(args.anchors, generator)
         return float(block_losses(drafter, target, held_out, *anchors).length)
-
-
-def _autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def _numbers(losses: Losses, ce_weight: float) -> dict[str, float]:
@@ -331,7 +344,8 @@ def spread_taps(num_layers: int, count: int) -> list[int]:
     """Return tapped layers as the releases have them: the second to the third last, even steps."""
     last = max(num_layers - 3, 1)
     steps = max(count - 1, 1)
-    return sorted({round(1 + i * (last - 1) / steps) for i in range(count)})
+    taps = {round(1 + i * (last - 1) / steps) for i in range(count)}
+    return sorted({min(tap, num_layers - 2) for tap in taps})  # never after the last layer
 
 
 def unused_token(folder: Path, vocab_size: int) -> int:
@@ -363,18 +377,29 @@ def new_drafter(config: DSparkConfig, target: Decoder, seed: int) -> DSparkDraft
 def save(drafter: DSparkDrafter, config: dict[str, Any], args: argparse.Namespace) -> None:
     """Write the drafter in its released format; embedding and head only on request."""
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    stored = drafter
-    if not args.store_embeddings:
-        stored = torch.nn.Module()
-        for name, part in drafter.named_children():
-            if name not in ("embed_tokens", "lm_head"):
-                stored.add_module(name, part)
+    (args.out / CALIBRATION).unlink(missing_ok=True)  # that of another training
+    stored = torch.nn.Module()
+    for name, part in drafter.named_children():
+        if name not in ("embed_tokens", "lm_head"):
+            stored.add_module(name, part)
+    if args.store_embeddings:  # both, though they may be one table
+        stored.add_module("embed_tokens", copy.deepcopy(drafter.embed_tokens))
+        stored.add_module("lm_head", copy.deepcopy(drafter.lm_head))
     save_checkpoint(args.out, stored, drafter.config.layers, shard_mb=args.shard_mb)
 
 
-def report(args: argparse.Namespace, prompts: Sequence[Sequence[int]], seconds: float) -> None:
-    """Measure acceptance on held-out prompts, through nanospec; write report.json, loss.png."""
-    curve = [json.loads(line) for line in (args.out / "losses.jsonl").read_text().splitlines()]
+def report(
+    args: argparse.Namespace, prompts: Sequence[Sequence[int]], responses: dict[str, int]
+) -> None:
+    """Measure acceptance on held-out prompts, through nanospec; write report.json, loss.png.
+
+    Args:
+        args: of the command line.
+        prompts: held out, as token ids.
+        responses: how many there were to train on, and their tokens.
+    """
+    curve = _curve(args.out / "losses.jsonl")
+    seconds = torch.load(args.out / "state.pt", weights_only=True)["seconds"]
     results = acceptance(
         args.target,
         str(args.out),
@@ -384,8 +409,11 @@ def report(args: argparse.Namespace, prompts: Sequence[Sequence[int]], seconds: 
         max_tokens=args.max_tokens,
         device=args.device,
         max_model_len=args.max_length,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,  # no round leaves drafts out for want of rows
     )
-    found = provenance() | {"seconds": seconds, "acceptance": results, "curve": curve}
+    found = provenance() | responses
+    found |= {"training_seconds": seconds, "acceptance": results, "curve": curve}
     (args.out / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     for row in results:
         rates = " ".join(f"{rate:.3f}" for rate in row["rates"])
@@ -430,14 +458,13 @@ def main(argv: Sequence[str] | None = None) -> bool:
             sys.exit("loss.png needs matplotlib: pip install matplotlib, or pass --no-plot")
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
+    if args.bf16 is None:
+        args.bf16 = device.type == "cuda"
     folder = resolve_model(args.target)
-    prompts = prompt_ids(args.target, args.data)
-    random.Random(args.seed).shuffle(prompts)
-    held_out, prompts = prompts[: args.held_out], prompts[args.held_out :][: args.limit]
-    if not prompts:
-        sys.exit(
-            f"{args.data} has no prompts beside the {args.held_out} held out; lower --held-out"
-        )
+    hf = drafter_config(folder, args)
+    config, own = ModelConfig.from_folder(folder), DSparkConfig.from_hf(hf)
+    own.check_target(config)
+    held_out, prompts = split_prompts(args)
     options = {
         "max_tokens": args.max_tokens,
         "max_model_len": args.max_length,
@@ -447,7 +474,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
         "seed": args.seed,
         "device": args.device,
     }
-    started = time.monotonic()
     rows = respond(
         args.out / "responses",
         args.target,
@@ -460,30 +486,40 @@ def main(argv: Sequence[str] | None = None) -> bool:
     held_rows = respond(
         args.out / "held-out", args.target, held_out, samples=1, temperatures=[1.0], **options
     )
-    outputs = sum(len(row["output"]) for row in rows)
-    print(f"{len(rows)} responses, {outputs} tokens, {time.monotonic() - started:.0f} s")
+    made = {"responses": len(rows), "response_tokens": sum(len(row["output"]) for row in rows)}
+    print(f"{made['responses']} responses, {made['response_tokens']} tokens", flush=True)
     if args.responses_only:
         return False
 
-    started = time.monotonic()
-    hf = drafter_config(folder, args)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = ModelConfig.from_folder(folder)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
     target = load_decoder(folder, config, dtype=dtype, device=device).requires_grad_(False)
-    own = DSparkConfig.from_hf(hf)
-    own.check_target(config)
     drafter = new_drafter(own, target, args.seed)
-    held = [row["prompt"] + row["output"] for row in held_rows if len(row["output"]) > 2]
-    starts = [len(row["prompt"]) for row in held_rows if len(row["output"]) > 2]
-    batch = collate([text[: args.max_length] for text in held[:64]], starts[:64], device)
+    texts = [(row["prompt"] + row["output"])[: args.max_length] for row in held_rows[:64]]
+    batch = collate(texts, [len(row["prompt"]) for row in held_rows[:64]], device)
     is_done = train(drafter, target, rows, batch, args)
     save(drafter, hf, args)
     if not is_done:
         print("stopped by --minutes; run the same command again to go on")
         return False
     del target, drafter
-    report(args, held_out, time.monotonic() - started)
+    report(args, held_out, made)
     return True
+
+
+def split_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts to report on and prompts to train on; ones too long to answer are left out."""
+    prompts = prompt_ids(args.target, args.data)
+    usable = [prompt for prompt in prompts if len(prompt) <= args.max_length - 2]
+    if len(usable) < len(prompts):
+        print(f"{len(prompts) - len(usable)} prompts do not fit --max-length and are left out")
+    random.Random(args.seed).shuffle(usable)
+    held_out, rest = usable[: args.held_out], usable[args.held_out :][: args.limit]
+    if args.held_out < 1 or not rest:
+        sys.exit(
+            f"--held-out {args.held_out} of {len(usable)} prompts leaves nothing to report on, or "
+            f"nothing to train on"
+        )
+    return held_out, rest
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -521,6 +557,11 @@ def _parser() -> argparse.ArgumentParser:
     group("--anchors", type=int, default=64, help="blocks per sequence")
     group("--max-length", type=int, default=1024, help="tokens of prompt and response")
     group("--lr", type=float, default=1e-3)
+    group(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        help="multiply matrices in bfloat16 (default: on a GPU)",
+    )
     group("--shard-mb", type=float, help="largest weight file, 10**6 bytes")
     group("--store-embeddings", action="store_true", help="also store the target's tables")
     return parser

@@ -124,7 +124,7 @@ class RandomDrafts(Speculator):
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
         self._generator = torch.Generator().manual_seed(0)
-        return Resources(PlanKind.TREE, 1 + self.setup.config.max_draft_len)
+        return Resources(PlanKind.TREE, 1 + self.max_draft_len)
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`."""
@@ -149,7 +149,7 @@ class Oracle(Speculator):
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
         kind = PlanKind.TREE if self.branches else PlanKind.CHAIN
-        return Resources(kind, 1 + self.setup.config.max_draft_len)
+        return Resources(kind, 1 + self.max_draft_len)
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanospec.config import EngineConfig, ModelConfig
+from nanospec.config import EMBEDDED_PAIR, EngineConfig, ModelConfig
 from nanospec.errors import CheckpointError, ConfigError
 
 HF: dict[str, Any] = {
@@ -24,6 +24,36 @@ HF: dict[str, Any] = {
 LLAMA = HF | {"architectures": ["LlamaForCausalLM"]}
 
 
+@pytest.mark.parametrize(
+    ("options", "draft"),
+    [
+        ({}, True),
+        ({"model": None, "speculator": "dspark-tree"}, True),
+        ({"speculator": "none"}, False),
+        ({"speculator": "ngram"}, False),
+        ({"speculator": "draft"}, False),
+        ({"draft": "mine"}, "mine"),
+    ],
+)
+def test_without_a_model_it_is_the_embedded_pair(
+    options: dict[str, Any], draft: bool | str
+) -> None:
+    config = EngineConfig.from_options(options)
+    assert config.model == str(EMBEDDED_PAIR / "target")
+    own = {True: str(EMBEDDED_PAIR / "drafter"), False: None}
+    assert config.draft == (draft if isinstance(draft, str) else own[draft])
+
+
+def test_an_empty_model_is_not_the_embedded_pair() -> None:
+    assert EngineConfig.from_options({"model": ""}).model == ""
+
+
+def test_a_schedule_is_capped_by_what_the_speculator_offers() -> None:
+    config = EngineConfig(model="x", adaptive="schedule:[[1,4,16],[5,9,3]]")
+    assert [config.draft_len(n, 7) for n in (1, 5, 10)] == [7, 3, 0]
+    assert EngineConfig(model="x").draft_len(3, 7) == 7
+
+
 def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
     with pytest.raises(ConfigError, match="page_size"):
         EngineConfig.from_options({"model": "x", "pagesize": 4})
@@ -39,7 +69,8 @@ def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
         {"max_draft_len": 64},
         {"max_draft_len": 0},
         {"adaptive": "maybe"},
-        {"adaptive": "schedule:[[1,16,8]]"},
+        {"adaptive": "schedule:[[1,16,8]]", "max_draft_len": 7},
+        {"adaptive": "schedule:[[1,16,64]]"},
         {"adaptive": "schedule:[[5,2,1]]"},
         {"adaptive": "schedule:nonsense"},
         {"load_format": "gguf"},
@@ -64,8 +95,8 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None
 
 def test_a_schedule_gives_draft_lengths_by_running_requests() -> None:
     config = EngineConfig(model="x", adaptive="schedule:[[1,16,7],[17,128,5]]")
-    assert [config.draft_len(n) for n in (1, 16, 17, 128, 129)] == [7, 7, 5, 5, 0]
-    assert EngineConfig(model="x", max_draft_len=3).draft_len(500) == 3
+    assert [config.draft_len(n, 7) for n in (1, 16, 17, 128, 129)] == [7, 7, 5, 5, 0]
+    assert EngineConfig(model="x", max_draft_len=3).draft_len(500, 3) == 3
 
 
 # Other engines: EAGLE 223 and 315 (head_dim derived from the hidden size).

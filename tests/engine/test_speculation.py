@@ -588,10 +588,14 @@ def test_on_a_gpu_speculation_gives_the_output_of_plain_decoding(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["none", "ngram", "trie", "draft", ALL[-1]])
+@pytest.mark.parametrize(
+    "name", ["none", "ngram", "trie", "draft", "dspark", "dspark-tree", ALL[-1]]
+)
 def test_flashinfer_serves_every_speculator(tmp_path: Path, name: str) -> None:
-    folder = helpers.make_checkpoint(tmp_path, "qwen3", head_dim=64)
+    folder = helpers.make_checkpoint(tmp_path / "target", "qwen3", head_dim=64)
     options = {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
+    if "dspark" in name:
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", folder, head_dim=64))
     llm = LLM(str(folder), device="cuda", kv_cache_gib=0.1, max_model_len=256, **options)
     plain = LLM(str(folder), device="cuda", kv_cache_gib=0.1, max_model_len=256)
     got = helpers.token_ids(llm, PROMPTS, helpers.greedy(30))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import acceptance_study
 import calibrate_confidence
 import pytest
 import torch
@@ -23,6 +24,15 @@ def drafter(tmp_path: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((GOLDEN / name).read_bytes())
     return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of token ids."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": list(range(start, start + 9)), "answer": "#### 1"} for start in range(3, 13)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
 
 
 def simulated(count: int, true_temperatures: torch.Tensor, seed: int) -> Rounds:
@@ -98,11 +108,8 @@ def test_stored_temperatures_are_applied_at_load_but_not_when_fitting(drafter: P
 
 
 def test_the_script_writes_the_calibration_and_prints_it(
-    drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafter: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": list(range(start, start + 9))} for start in range(3, 13)]
-    prompts.write_text("\n".join(json.dumps(row) for row in rows))
     command = f"--model {GOLDEN / 'target'} --draft {drafter} --prompts {prompts} --max-tokens 12"
     calibrate_confidence.main([*command.split(), "--device", "cpu"])
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -129,6 +136,37 @@ def test_the_study_measures_every_speculator_and_rule(drafter: Path) -> None:
         ("dspark-tree", 1.0, "shared-noise"),
     ]
     assert all(row["length"] >= 1 and row["rounds"] > 0 for row in found)
+
+
+def test_a_drafter_without_confidences_is_studied_but_not_calibrated(
+    qwen3: Path, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"markov_rank": 0, "enable_confidence_head": False}
+    drafter = helpers.make_drafter(tmp_path / "dflash", qwen3, **options)
+    command = f"--model {qwen3} --draft {drafter} --max-tokens 9 --device cpu".split()
+    with pytest.raises(SystemExit, match="no confidence head"):
+        calibrate_confidence.main([*command, "--prompts", str(prompts)])
+    acceptance_study.main([*command, "--problems", str(prompts), "--max-model-len", "64"])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "calibration_error" not in printed and printed["exact_match"] == 0
+
+
+def test_the_study_prints_a_table_and_everything_as_json(
+    drafter: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(GOLDEN / "target")
+    command = f"--draft {drafter} --problems {prompts} --limit 6 --max-tokens 9 --device cpu"
+    acceptance_study.main(["--model", target, *command.split(), "--max-model-len", "64"])
+    *table, last = capsys.readouterr().out.splitlines()
+    printed = json.loads(last)
+    assert printed["prompts"] == 6 and set(printed["calibration_error"]) == {"greedy", "sampled"}
+    assert sum(line.startswith("dspark") for line in table) == len(printed["acceptance"]) == 5
+
+
+def test_rounds_without_drafts_are_nothing_to_calibrate_on(drafter: Path, prompts: Path) -> None:
+    command = f"--model {GOLDEN / 'target'} --draft {drafter} --prompts {prompts} --max-tokens 1"
+    with pytest.raises(SystemExit, match="--max-tokens"):
+        calibrate_confidence.main([*command.split(), "--device", "cpu"])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import make_tiny
 import pytest
 import torch
 from make_tiny import Recipe, Trainer
+from training import save_checkpoint
 
+from nanospec import LLM
 from nanospec.config import ModelConfig
 from nanospec.text import Tokenizer
 
@@ -134,3 +136,27 @@ def test_the_target_stage_stops_resumes_and_reports(
     for stage in ("data", "target"):  # both are done
         make_tiny.main(["--out", str(made), "--stage", stage])
     assert capsys.readouterr().out.count("exists") == 2
+
+
+def test_the_other_stages_make_and_install_a_pair_that_runs(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_trainer(made)
+    save_checkpoint(made / "target", trainer.decoder, trainer.decoder.config, prefix="model.")
+    drafter = "--layers 1 --taps 0 --markov-rank 4 --samples 1 --max-tokens 8 --max-length 256"
+    monkeypatch.setattr(make_tiny, "DRAFTER", f"{drafter} --batch 2 --anchors 2 --held-out 2")
+    monkeypatch.setattr(make_tiny, "MAX_ANSWER", 8)
+    monkeypatch.setattr(make_tiny, "EMBEDDED_PAIR", tmp_path / "pair")
+    monkeypatch.setattr(make_tiny, "ROOT", tmp_path)
+    (tmp_path / "tests" / "data").mkdir(parents=True)
+    recipe = replace(RECIPE, drafter_problems=6, drafter_steps=2, calibration_problems=4)
+    for stage in ("drafter", "calibrate", "install"):
+        make, result = make_tiny.STAGES[stage]
+        assert make(made, recipe) and (made / result).exists()
+    assert (tmp_path / "tests" / "data" / make_tiny.HELD_OUT).exists()
+    shipped = {path.name for path in (tmp_path / "pair" / "drafter").iterdir()}
+    assert shipped == {"config.json", "model.safetensors", "confidence.json"}
+    pair = tmp_path / "pair"
+    llm = LLM(str(pair / "target"), draft=str(pair / "drafter"), device="cpu")
+    assert llm.chat([{"role": "user", "content": "2 + 3?"}])[0].outputs[0].token_ids
+    assert llm.stats.drafted > 0

@@ -34,6 +34,20 @@ def test_a_killed_run_makes_only_what_is_missing(
     assert make(tmp_path, qwen3, prompts) == rows
 
 
+def test_responses_to_other_prompts_or_made_otherwise_do_not_count(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    prompts = helpers.random_prompts(4, seed=1)
+    first = make(tmp_path, qwen3, prompts)
+    swapped = make(tmp_path, qwen3, prompts[::-1])
+    assert [row["prompt"] for row in swapped[::2]] == prompts[::-1]
+    other_seed = make(tmp_path, qwen3, prompts, seed=4)
+    assert other_seed[0]["output"] == first[0]["output"]  # greedy
+    assert [row["output"] for row in other_seed] != [row["output"] for row in first]
+    assert all(len(row["output"]) == 3 for row in make(tmp_path, qwen3, prompts, max_tokens=3))
+    assert make(tmp_path, qwen3, prompts) == first
+
+
 def test_several_processes_make_the_same_responses(qwen3: Path, tmp_path: Path) -> None:
     prompts = helpers.random_prompts(3, seed=1)
     alone = make(tmp_path / "alone", qwen3, prompts)

@@ -17,7 +17,7 @@ from training import BlockAttention, cosine
 from nanospec.config import ModelConfig
 from nanospec.errors import CheckpointError
 from nanospec.models.decoder import Decoder
-from nanospec.models.dspark import DSparkConfig, DSparkDrafter
+from nanospec.models.dspark import CALIBRATION, DSparkConfig, DSparkDrafter
 from nanospec.models.loader import load_decoder, load_drafter
 from tests import helpers
 
@@ -144,8 +144,8 @@ def test_taps_are_spread_like_the_released_ones() -> None:
     assert spread_taps(36, 5) == [1, 9, 17, 25, 33]
     assert spread_taps(40, 5) == [1, 10, 19, 28, 37]
     assert spread_taps(8, 3) == [1, 3, 5]
-    for layers in range(2, 6):
-        assert max(spread_taps(layers, 3)) <= layers - 2 or layers == 2
+    for layers in range(1, 6):
+        assert max(spread_taps(layers, 3)) <= layers - 2
 
 
 def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
@@ -189,12 +189,27 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     for name in weights[0]:
         assert torch.equal(weights[0][name], weights[1][name]), name
     report = json.loads((out / "report.json").read_text())
+    assert report["responses"] == 12 and report["training_seconds"] > 0
     assert {row["acceptance"] for row in report["acceptance"]} == {
         "equal tokens",
         "rejection",
         "shared-noise",
     }
     assert report["curve"][-1]["step"] == 4 and "held_out_length" in report["curve"][-1]
+
+
+def test_a_killed_training_repeats_no_step_of_its_curve(
+    qwen3: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert not run(qwen3, prompts, out, "--minutes", "0")
+    lines = [json.dumps({"step": step, "loss": 9.0}) for step in (0, 3)]  # 3 was not saved
+    (out / "losses.jsonl").write_text("\n".join(lines) + "\n")
+    (out / CALIBRATION).write_text("{}")
+    assert run(qwen3, prompts, out)
+    curve = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in curve] == [0, 4]
+    assert not (out / CALIBRATION).exists()  # it was that of other weights
 
 
 @pytest.mark.parametrize("more", [(), ("--store-embeddings",), ("--shard-mb", "0.01")])
@@ -212,6 +227,11 @@ def test_what_is_saved_is_a_drafter_that_loads(
         plain, tokens, helpers.greedy()
     )
     assert llm.stats.drafted > 0
+    if "--store-embeddings" in more:
+        stored = load_file(out / "model.safetensors")
+        table = load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+        assert torch.equal(stored["embed_tokens.weight"], table)
+        assert torch.equal(stored["lm_head.weight"], table)
 
 
 def test_a_few_steps_bring_the_loss_down(qwen3: Path, prompts: Path, tmp_path: Path) -> None:
@@ -224,10 +244,23 @@ def test_a_few_steps_bring_the_loss_down(qwen3: Path, prompts: Path, tmp_path: P
 def test_bad_input_ends_in_one_clear_message(qwen3: Path, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--held-out"):
         run(qwen3, prompts, tmp_path / "a", "--held-out", "9")
+    with pytest.raises(SystemExit, match="--held-out"):
+        run(qwen3, prompts, tmp_path / "a", "--held-out", "0")
     with pytest.raises(SystemExit, match="--batch 64"):
         run(qwen3, prompts, tmp_path / "b", "--batch", "64")
-    with pytest.raises(CheckpointError, match="target_layer_ids"):
-        run(qwen3, prompts, tmp_path / "c", "--taps", "1,2")
+    for wrong in (("--taps", "1,2"), ("--block-size", "0")):
+        with pytest.raises(CheckpointError, match=r"target_layer_ids|block_size"):
+            run(qwen3, prompts, tmp_path / "c", *wrong)
+        assert not (tmp_path / "c" / "responses").exists()  # refused before hours of work
+
+
+def test_prompts_that_are_too_long_are_left_out(
+    qwen3: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with prompts.open("a") as file:
+        file.write("\n" + json.dumps({"prompt": [9] * 63}))
+    assert run(qwen3, prompts, tmp_path / "out", "--steps", "1")
+    assert "1 prompts do not fit" in capsys.readouterr().out
 
 
 def test_a_batch_is_padded_on_the_right() -> None:
