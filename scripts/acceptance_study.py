@@ -118,6 +118,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", required=True, help="drafter: folder or Hugging Face id")
     parser.add_argument("--problems", type=Path, required=True, help="JSON lines, held out")
     parser.add_argument("--limit", type=int, help="use so many")
+    parser.add_argument(
+        "--calibration-problems",
+        type=Path,
+        help="JSON lines to measure the calibration on (default: --problems); the fewer, the more "
+        "chance adds to the error",
+    )
     parser.add_argument("--temperatures", default="0,1", help="comma-separated")
     parser.add_argument("--nodes", type=int, default=16, help="of a tree")
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -143,23 +149,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         answers = [row["answer"] for row in rows]
         found["exact_match"] = exact_match(args.model, prompts, answers, args.max_tokens, **options)
     if config.has_confidence:
-        found["calibration_error"] = calibration(args, prompts, options)
+        if args.calibration_problems is not None:
+            prompts = prompt_ids(args.model, args.calibration_problems)
+        found |= calibration(args, prompts, options)
     print_table(found)
     print(json.dumps(provenance() | found))
 
 
 def calibration(
     args: argparse.Namespace, prompts: Sequence[Sequence[int]], options: dict[str, Any]
-) -> dict[str, float]:
-    """Return the calibration error of the survival as it is served, per regime."""
+) -> dict[str, dict[str, float]]:
+    """Return the calibration error of the survival as it is served, and of how many rounds."""
     llm = LLM(args.model, draft=args.draft, speculator="dspark", **options)
     temperatures = llm.engine.speculator.temperatures.cpu()  # type: ignore[attr-defined]
-    found = {}
+    errors, counts = {}, {}
     for index, regime in enumerate(REGIMES):
         params = SamplingParams(temperature=TEMPERATURES[regime], max_tokens=args.max_tokens)
         rounds = collect(llm, prompts, params)
-        found[regime] = survival_error(rounds, temperatures[index])[0]
-    return found
+        errors[regime] = survival_error(rounds, temperatures[index])[0]
+        counts[regime] = len(rounds.request)
+    return {"calibration_error": errors, "calibration_rounds": counts}
 
 
 def print_table(found: dict[str, Any]) -> None:
@@ -177,7 +186,10 @@ def print_table(found: dict[str, Any]) -> None:
         print(f"exact match, greedy: {found['exact_match']:.1%} of {found['prompts']}")
     errors = found.get("calibration_error", {})
     if errors:
-        listed = ", ".join(f"{name} {error:.2%}" for name, error in errors.items())
+        counts = found["calibration_rounds"]
+        listed = ", ".join(
+            f"{name} {error:.2%} ({counts[name]} rounds)" for name, error in errors.items()
+        )
         print(f"calibration error of the survival: {listed}")
 
 

@@ -104,7 +104,7 @@ class Recipe:
     warmup: int = 200  # steps
     evaluate_every: int = 1000  # steps
     drafter_problems: int = 4000
-    drafter_steps: int = 1000
+    drafter_steps: tuple[int, ...] = (1000, 2000)  # the learning rate falls to 0 at each
     calibration_problems: int = 2000
 
 
@@ -436,12 +436,11 @@ def train_drafter(out: Path, recipe: Recipe) -> bool:
         options += ["--processes", "8", "--kv-cache-gib", "2"]
     else:
         options += ["--processes", "2", "--kv-cache-gib", "1", "--max-num-seqs", "128"]
-    return train_dspark.main(
-        [
-            *("--target", str(out / "target"), "--data", str(questions)),
-            *("--out", str(out / "drafter"), "--steps", str(recipe.drafter_steps)),
-            *("--seed", str(recipe.seed), *options),
-        ]
+    where = ["--target", str(out / "target"), "--data", str(questions)]
+    where += ["--out", str(out / "drafter"), "--seed", str(recipe.seed)]
+    return all(
+        train_dspark.main([*where, "--steps", str(steps), *options])
+        for steps in recipe.drafter_steps
     )
 
 

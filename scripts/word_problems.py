@@ -6,11 +6,12 @@ family with one wording chosen per slot. A tenth of the templates and a tenth of
 number tuples are held out: held-out problems are made of those alone, training problems of neither.
 Answers restate the question sentence by sentence, so that little but results is hard to predict.
 
-Print some: python scripts/word_problems.py --count 5 [--seed 1] [--held-out]
+Print some: python scripts/word_problems.py --count 5 [--seed 1] [--held-out] [--json]
 """
 
 import argparse
 import itertools
+import json
 import random
 import re
 import zlib
@@ -1110,9 +1111,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5, help="problems to print (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of everything (default 0)")
     parser.add_argument("--held-out", action="store_true", help="print held-out problems")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
     args = parser.parse_args()
     stream = problems(args.seed, held_out=args.held_out)
     for problem in itertools.islice(stream, args.count):
+        if args.json:
+            print(json.dumps({"question": problem.question, "answer": problem.answer}))
+            continue
         print(f"[{problem.template} {problem.numbers}]\n{problem.question}\n{problem.answer}\n")
 
 

@@ -149,7 +149,7 @@ def test_the_other_stages_make_and_install_a_pair_that_runs(
     monkeypatch.setattr(make_tiny, "EMBEDDED_PAIR", tmp_path / "pair")
     monkeypatch.setattr(make_tiny, "ROOT", tmp_path)
     (tmp_path / "tests" / "data").mkdir(parents=True)
-    recipe = replace(RECIPE, drafter_problems=6, drafter_steps=2, calibration_problems=4)
+    recipe = replace(RECIPE, drafter_problems=6, drafter_steps=(1, 2), calibration_problems=4)
     for stage in ("drafter", "calibrate", "install"):
         make, result = make_tiny.STAGES[stage]
         assert make(made, recipe) and (made / result).exists()
