@@ -25,7 +25,7 @@ from nanospec.models.loader import resolve_model
 from nanospec.stats import Stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from calibrate_confidence import TEMPERATURES, collect, options_of, survival_error
+from calibrate_confidence import REGIME_TEMPERATURES, collect, options_of, survival_error
 from provenance import provenance
 from responses import prompt_ids
 
@@ -161,12 +161,12 @@ def calibration(
 ) -> dict[str, dict[str, float]]:
     """Return the calibration error of the survival as it is served, and of how many rounds."""
     llm = LLM(args.model, draft=args.draft, speculator="dspark", **options)
-    temperatures = llm.engine.speculator.temperatures.cpu()  # type: ignore[attr-defined]
+    scaling = llm.engine.speculator.calibration.cpu()  # type: ignore[attr-defined]
     errors, counts = {}, {}
     for index, regime in enumerate(REGIMES):
-        params = SamplingParams(temperature=TEMPERATURES[regime], max_tokens=args.max_tokens)
+        params = SamplingParams(temperature=REGIME_TEMPERATURES[regime], max_tokens=args.max_tokens)
         rounds = collect(llm, prompts, params)
-        errors[regime] = survival_error(rounds, temperatures[index])[0]
+        errors[regime] = survival_error(rounds, scaling[index])[0]
         counts[regime] = len(rounds.request)
     return {"calibration_error": errors, "calibration_rounds": counts}
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Calibrate a DSpark drafter's confidences: a temperature per slot and regime, stored beside it.
+"""Calibrate a DSpark drafter's confidences: a scaling per slot and regime, stored beside it.
 
-Sequential temperature scaling: from the first slot to the last, the temperature that makes the
-survival (the product of the confidences up to a slot) come out as often as it says, measured by the
-expected calibration error, the temperatures before it held fixed. Requests are split in two: one
-half to fit on, one to test on. Sampled requests are judged by rejection, as those without a seed
-are; those that share noise accept a little less than their survival says.
+Sequential temperature scaling, with an offset: from the first slot to the last, the temperature and
+the offset that make the survival (the product of the confidences up to a slot) come out as often as
+it says, measured by the expected calibration error, those before it held fixed. An offset because
+a drafter that has seen its text often is too sure everywhere, which no temperature mends. Requests
+are split in two: one half to fit on, one to test on. Sampled requests are judged by rejection, as
+those without a seed are; those that share noise accept a little less than their survival says.
 
 Source: the DSpark paper (arXiv:2607.05147), section on confidence-scheduled verification.
 
@@ -16,6 +17,7 @@ Example:
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from provenance import provenance
 from responses import prompt_ids
 
-GRID = torch.logspace(-3, 3, 61, base=2.0)
+TEMPERATURE_GRID = torch.logspace(-3, 3, 31, base=2.0)
+OFFSET_GRID = torch.linspace(-1.5, 1.5, 25)
 NUM_BINS = 20
-TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # a regime is measured at this one
+REGIME_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # a regime is measured at this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,9 @@ class Rounds:
             self.logits[chosen], self.offered[chosen], self.accepted[chosen], self.request[chosen]
         )
 
-    def survival(self, temperatures: Tensor) -> Tensor:
-        """Return the promised survival [N, G] under temperatures [G]."""
-        return (self.logits / temperatures).sigmoid().cumprod(dim=1)
+    def survival(self, scaling: Tensor) -> Tensor:
+        """Return the promised survival [N, G] under temperatures and offsets [G, 2]."""
+        return (self.logits / scaling[:, 0] + scaling[:, 1]).sigmoid().cumprod(dim=1)
 
     def outcome(self, slot: int) -> tuple[Tensor, Tensor]:
         """Return which rounds offered a slot, and which of all kept it, [N] bool."""
@@ -88,14 +91,14 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
             )
 
     speculator: Any = llm.engine.speculator
-    calibrated = speculator.temperatures
-    speculator.temperatures = torch.ones_like(calibrated)
+    calibrated = speculator.calibration
+    speculator.calibration = torch.tensor([1.0, 0.0]).to(calibrated).expand_as(calibrated)
     llm.engine.observers.append(observe)
     try:
         llm.generate([list(prompt) for prompt in prompts], params)
     finally:
         llm.engine.observers.remove(observe)
-        speculator.temperatures = calibrated
+        speculator.calibration = calibrated
     if not rows:
         sys.exit("no round verified a draft; pass more prompts or a larger --max-tokens")
     logits, offered, accepted, request = zip(*rows, strict=True)
@@ -115,9 +118,9 @@ def calibration_error(promised: Tensor, happened: Tensor) -> float:
     return float(gap.abs().sum() / max(len(promised), 1))
 
 
-def survival_error(rounds: Rounds, temperatures: Tensor) -> tuple[float, list[float]]:
+def survival_error(rounds: Rounds, scaling: Tensor) -> tuple[float, list[float]]:
     """Return the calibration error of the survival: the slots' mean by weight, and each slot's."""
-    survival = rounds.survival(temperatures)
+    survival = rounds.survival(scaling)
     errors, weights = [], []
     for slot in range(survival.shape[1]):
         offered, kept = rounds.outcome(slot)
@@ -128,47 +131,55 @@ def survival_error(rounds: Rounds, temperatures: Tensor) -> tuple[float, list[fl
     return mean, errors
 
 
+def identity(block_size: int) -> Tensor:
+    """Return the scaling [G, 2] that changes nothing."""
+    return torch.tensor([[1.0, 0.0]]).repeat(block_size, 1)
+
+
 def fit(rounds: Rounds) -> Tensor:
-    """Return a temperature per slot [G], fitted one after the other."""
-    temperatures = torch.ones(rounds.logits.shape[1])
-    for slot in range(len(temperatures)):
+    """Return a temperature and an offset per slot, [G, 2], fitted one slot after the other."""
+    scaling = identity(rounds.logits.shape[1])
+    for slot in range(len(scaling)):
         offered, kept = rounds.outcome(slot)
-        before = rounds.survival(temperatures)[:, slot - 1] if slot else torch.ones(len(offered))
-        candidates = (rounds.logits[:, slot, None] / GRID).sigmoid() * before[:, None]
-        errors = [
-            calibration_error(candidates[offered, index], kept[offered])
-            for index in range(len(GRID))
-        ]
+        logits, kept = rounds.logits[offered, slot], kept[offered]
+        before = rounds.survival(scaling)[offered, slot - 1] if slot else torch.ones(len(logits))
         # Among equals the one nearest to leaving things alone.
-        ranked = [(error, abs(index - len(GRID) // 2)) for index, error in enumerate(errors)]
-        temperatures[slot] = GRID[ranked.index(min(ranked))]
-    return temperatures
+        _, _, temperature, offset = min(
+            (
+                calibration_error(before * (logits / temperature + offset).sigmoid(), kept),
+                abs(math.log(temperature)) + abs(offset),
+                temperature,
+                offset,
+            )
+            for temperature in TEMPERATURE_GRID.tolist()
+            for offset in OFFSET_GRID.tolist()
+        )
+        scaling[slot] = torch.tensor([temperature, offset])
+    return scaling
 
 
-def calibrate(
-    llm: LLM, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int = 0
-) -> dict[str, Any]:
-    """Fit both regimes; return temperatures, and errors before and after on the other half."""
+def calibrate(llm: LLM, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> dict[str, Any]:
+    """Fit both regimes; return scalings, and errors before and after on the other half."""
     result: dict[str, Any] = {}
-    for regime, temperature in TEMPERATURES.items():
+    for regime, temperature in REGIME_TEMPERATURES.items():
         params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for _ in prompts]
         rounds = collect(llm, prompts, params)
         first_half = rounds.request % 2 == 0
-        temperatures = fit(rounds.select(first_half))
+        scaling = fit(rounds.select(first_half))
         test = rounds.select(~first_half)
         result[regime] = {
-            "temperatures": [round(float(each), 4) for each in temperatures],
+            "scaling": [[round(each, 4) for each in pair] for pair in scaling.tolist()],
             "rounds": len(rounds.request),
-            "error_before": survival_error(test, torch.ones_like(temperatures))[0],
-            "error_after": survival_error(test, temperatures)[0],
+            "error_before": survival_error(test, identity(len(scaling)))[0],
+            "error_after": survival_error(test, scaling)[0],
         }
     return result
 
 
 def store(folder: Path, result: dict[str, Any]) -> None:
-    """Write the temperatures beside the drafter's config, where they are applied at load."""
-    stored = {regime: own["temperatures"] for regime, own in result.items()}
-    (folder / CALIBRATION).write_text(json.dumps(stored, indent=2) + "\n")
+    """Write the scalings beside the drafter's config, where they are applied at load."""
+    stored = {regime: own["scaling"] for regime, own in result.items()}
+    (folder / CALIBRATION).write_text(json.dumps(stored) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -187,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = prompt_ids(args.model, args.prompts)[: args.limit]
     result = calibrate(llm, prompts, max_tokens=args.max_tokens)
     store(folder, result)
-    print(f"{'regime':<8} {'rounds':>6} {'before':>7} {'after':>7}  temperatures")
+    print(f"{'regime':<8} {'rounds':>6} {'before':>7} {'after':>7}  temperature and offset by slot")
     for regime, own in result.items():
-        listed = " ".join(f"{each:.2f}" for each in own["temperatures"])
+        listed = " ".join(f"{pair[0]:.2f}{pair[1]:+.2f}" for pair in own["scaling"])
         before, after = own["error_before"], own["error_after"]
         print(f"{regime:<8} {own['rounds']:>6} {before:>7.2%} {after:>7.2%}  {listed}")
     print(json.dumps(provenance() | {"calibration": result}))

@@ -465,8 +465,8 @@ def install(out: Path, recipe: Recipe) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (out / part).iterdir():
             if path.name in SHIPPED:
-                shutil.copy(path, folder / path.name)
-    shutil.copy(out / HELD_OUT, ROOT / "tests" / "data" / HELD_OUT)
+                shutil.copyfile(path, folder / path.name)
+    shutil.copyfile(out / HELD_OUT, ROOT / "tests" / "data" / HELD_OUT)
     (out / "installed").touch()
     return True
 

@@ -28,7 +28,9 @@ from nanospec.text import read_json
 ARCHITECTURE = "Qwen3DSparkModel"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 CALIBRATION = "confidence.json"
-REGIMES = ("greedy", "sampled")  # requests with and without a temperature are calibrated apart
+# Requests without and with a temperature are calibrated apart: a temperature and an offset for each
+# slot make a confidence logit l into l / temperature + offset.
+REGIMES = ("greedy", "sampled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class DSparkConfig:
     markov_head: str
     has_confidence: bool
     confidence_with_markov: bool
-    temperatures: Mapping[str, tuple[float, ...]]  # per regime [G], of the confidences
+    calibration: Mapping[str, tuple[tuple[float, float], ...]]  # per regime [G, 2], see REGIMES
 
     @classmethod
     def from_folder(cls, folder: Path) -> "DSparkConfig":
@@ -65,7 +67,7 @@ class DSparkConfig:
 
         Args:
             config: contents of `config.json`.
-            calibration: a list of G temperatures for each regime; others leave confidences alone.
+            calibration: for each regime G pairs (temperature, offset); others are left alone.
 
         Raises:
             CheckpointError: a field is missing, or names something that is not supported.
@@ -91,7 +93,7 @@ class DSparkConfig:
             markov_head=head,
             has_confidence=has_confidence,
             confidence_with_markov=with_markov,
-            temperatures=_temperatures(calibration or {}, block_size),
+            calibration=_calibration(calibration or {}, block_size),
         )
 
     def check_target(self, target: ModelConfig) -> None:
@@ -157,19 +159,24 @@ def _count(config: Mapping[str, Any], name: str, least: int) -> int:
     return value
 
 
-def _temperatures(
-    calibration: Mapping[str, Any], block_size: int
-) -> Mapping[str, tuple[float, ...]]:
-    found = dict.fromkeys(REGIMES, (1.0,) * block_size)
-    for regime, given in calibration.items():
+def _calibration(
+    stored: Mapping[str, Any], block_size: int
+) -> Mapping[str, tuple[tuple[float, float], ...]]:
+    found = dict.fromkeys(REGIMES, ((1.0, 0.0),) * block_size)
+    for regime, given in stored.items():
         ok = regime in REGIMES and isinstance(given, list) and len(given) == block_size
-        if not ok or not all(type(each) in (int, float) and 0 < each < math.inf for each in given):
+        if not ok or not all(_is_scaling(pair) for pair in given):
             raise CheckpointError(
                 f"{CALIBRATION} gives {regime}={given!r}; known are {' and '.join(REGIMES)}, "
-                f"{block_size} numbers above 0 each"
+                f"{block_size} pairs each of a temperature above 0 and an offset"
             )
-        found[regime] = tuple(float(each) for each in given)
+        found[regime] = tuple((float(pair[0]), float(pair[1])) for pair in given)
     return found
+
+
+def _is_scaling(pair: Any) -> bool:
+    is_pair = isinstance(pair, list) and [type(each) in (int, float) for each in pair] == [True] * 2
+    return is_pair and 0 < pair[0] < math.inf and math.isfinite(pair[1])
 
 
 class MarkovHead(nn.Module):

@@ -53,9 +53,9 @@ class DSparkSpeculator(Speculator):
         self._drafter = load_drafter(
             folder, self._config, setup.target, load_format=setup.config.load_format
         )
-        self.temperatures = torch.tensor(
-            [self._config.temperatures[regime] for regime in REGIMES], device=setup.device
-        )  # [2, G] of the confidences; ones leave them as they are
+        self.calibration = torch.tensor(
+            [self._config.calibration[regime] for regime in REGIMES], device=setup.device
+        )  # [2, G, 2]; see REGIMES
 
     def _usual_draft_len(self) -> int:
         return self._config.block_size
@@ -151,7 +151,8 @@ class DSparkSpeculator(Speculator):
         regime = torch.tensor(
             [REGIMES.index("greedy" if each.params.is_greedy else "sampled") for each in requests]
         ).to(logits.device)
-        scaled = logits / self.temperatures[regime, : logits.shape[1]]
+        temperature, offset = self.calibration[regime, : logits.shape[1]].unbind(-1)
+        scaled = logits / temperature + offset
         survival: list[list[float]] = scaled.sigmoid().cumprod(dim=1).tolist()
         return survival
 

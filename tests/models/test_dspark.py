@@ -303,21 +303,40 @@ def test_without_a_markov_head_its_fields_may_be_absent(
 
 @pytest.mark.parametrize(
     "wrong",
-    [[1.0] * 6, [1.0] * 8, [1.0] * 6 + [0.0], [-1.0] * 7, ["1"] * 7, 1.0, [float("nan")] * 7],
+    [
+        [[1.0, 0.0]] * 6,
+        [[1.0, 0.0]] * 8,
+        [*[[1.0, 0.0]] * 6, [0.0, 0.0]],
+        [[-1.0, 0.0]] * 7,
+        [["1", 0.0]] * 7,
+        [[1.0]] * 7,
+        [1.0] * 7,
+        1.0,
+        [[float("nan"), 0.0]] * 7,
+        [[1.0, float("inf")]] * 7,
+    ],
 )
 def test_a_bad_calibration_is_refused(tmp_path: Path, wrong: object) -> None:
     (tmp_path / "config.json").write_bytes((GOLDEN / "config.json").read_bytes())
     helpers.write_json(tmp_path / "confidence.json", {"sampled": wrong})
-    with pytest.raises(CheckpointError, match=r"confidence\.json gives sampled=.*7 numbers"):
+    with pytest.raises(CheckpointError, match=r"confidence\.json gives sampled=.*7 pairs"):
         DSparkConfig.from_folder(tmp_path)
 
 
 def test_a_calibration_of_one_regime_leaves_the_other_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((GOLDEN / "config.json").read_bytes())
-    assert DSparkConfig.from_folder(tmp_path).temperatures["greedy"] == (1.0,) * 7
-    helpers.write_json(tmp_path / "confidence.json", {"sampled": [2, *[0.5] * 6]})
-    found = DSparkConfig.from_folder(tmp_path).temperatures
-    assert found["greedy"] == (1.0,) * 7 and found["sampled"] == (2.0, *[0.5] * 6)
+    assert DSparkConfig.from_folder(tmp_path).calibration["greedy"] == ((1.0, 0.0),) * 7
+    helpers.write_json(tmp_path / "confidence.json", {"sampled": [[2, -1], *[[0.5, 0.25]] * 6]})
+    found = DSparkConfig.from_folder(tmp_path).calibration
+    assert found["greedy"] == ((1.0, 0.0),) * 7
+    assert found["sampled"] == ((2.0, -1.0), *[(0.5, 0.25)] * 6)
+
+
+def test_a_misspelt_regime_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((GOLDEN / "config.json").read_bytes())
+    helpers.write_json(tmp_path / "confidence.json", {"gredy": [[1.0, 0.0]] * 7})
+    with pytest.raises(CheckpointError, match="gredy"):
+        DSparkConfig.from_folder(tmp_path)
 
 
 def test_dummy_weights_need_a_config_alone_and_leave_the_target_alone(

@@ -8,7 +8,15 @@ import calibrate_confidence
 import pytest
 import torch
 from acceptance_study import acceptance, final_number
-from calibrate_confidence import Rounds, calibration_error, collect, fit, store, survival_error
+from calibrate_confidence import (
+    Rounds,
+    calibration_error,
+    collect,
+    fit,
+    identity,
+    store,
+    survival_error,
+)
 
 from nanospec.models.dspark import CALIBRATION, DSparkConfig
 from tests import helpers
@@ -35,22 +43,24 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def simulated(count: int, true_temperatures: torch.Tensor, seed: int) -> Rounds:
-    """Return rounds whose confidences come true at other temperatures than 1."""
+def simulated(count: int, true: torch.Tensor, seed: int) -> Rounds:
+    """Return rounds whose confidences come true under a scaling [G, 2]."""
     generator = torch.Generator().manual_seed(seed)
-    size = len(true_temperatures)
+    size = len(true)
     logits = torch.randn(count, size, generator=generator) * 2 + 1.5
-    kept = torch.rand(count, size, generator=generator) < (logits / true_temperatures).sigmoid()
+    truth = (logits / true[:, 0] + true[:, 1]).sigmoid()
+    kept = torch.rand(count, size, generator=generator) < truth
     accepted = kept.long().cumprod(dim=1).sum(dim=1)
     return Rounds(logits, torch.full((count,), size), accepted, torch.arange(count))
 
 
-def test_fitting_finds_the_temperatures_and_lowers_the_error_on_other_rounds() -> None:
-    true = torch.tensor([2.0, 0.5, 1.0])
+def test_fitting_finds_the_scaling_and_lowers_the_error_on_other_rounds() -> None:
+    true = torch.tensor([[2.0, 0.0], [0.5, -0.5], [1.0, 0.75]])
     found = fit(simulated(40_000, true, seed=0))
-    assert torch.allclose(found.log2(), true.log2(), atol=0.25)
+    assert torch.allclose(found[:, 0].log2(), true[:, 0].log2(), atol=0.3)
+    assert torch.allclose(found[:, 1], true[:, 1], atol=0.3)
     test = simulated(40_000, true, seed=1)
-    before, _ = survival_error(test, torch.ones(3))
+    before, _ = survival_error(test, identity(3))
     after, each = survival_error(test, found)
     assert after < 0.01 < 0.04 < before and len(each) == 3
 
@@ -70,7 +80,7 @@ def test_slots_that_were_not_offered_do_not_count() -> None:
         accepted=torch.tensor([2, 2, 1, 1]),
         request=torch.arange(4),
     )
-    assert survival_error(rounds, torch.ones(2))[0] == pytest.approx(0, abs=1e-6)
+    assert survival_error(rounds, identity(2))[0] == pytest.approx(0, abs=1e-6)
 
 
 def test_rounds_are_recorded_as_the_engine_counts_them(drafter: Path) -> None:
@@ -86,14 +96,14 @@ def test_rounds_are_recorded_as_the_engine_counts_them(drafter: Path) -> None:
     assert [int((rounds.accepted > slot).sum()) for slot in slots] == stats.kept
 
 
-def test_stored_temperatures_are_applied_at_load_but_not_when_fitting(drafter: Path) -> None:
+def test_stored_scalings_are_applied_at_load_but_not_when_fitting(drafter: Path) -> None:
     options = {"draft": str(drafter)}
     plain = helpers.make_llm(GOLDEN / "target", **options)
     prompts = [list(range(3, 16))]
     raw = collect(plain, prompts, helpers.greedy(20))
-    half = {"temperatures": [0.5] * 7}
-    store(drafter, {"greedy": half, "sampled": {"temperatures": [3.0] * 7}})
-    assert DSparkConfig.from_folder(drafter).temperatures["sampled"] == (3.0,) * 7
+    half, other = [[0.5, 0.25]] * 7, [[3.0, -1.0]] * 7
+    store(drafter, {"greedy": {"scaling": half}, "sampled": {"scaling": other}})
+    assert DSparkConfig.from_folder(drafter).calibration["sampled"] == ((3.0, -1.0),) * 7
     again = collect(helpers.make_llm(GOLDEN / "target", **options), prompts, helpers.greedy(20))
     torch.testing.assert_close(raw.logits, again.logits)
     llm = helpers.make_llm(GOLDEN / "target", **options)
@@ -102,7 +112,7 @@ def test_stored_temperatures_are_applied_at_load_but_not_when_fitting(drafter: P
         lambda step: served.extend(list(d.survival or []) for d in step.drafts if d is not None)
     )
     llm.generate(prompts, helpers.greedy(20))
-    want = raw.survival(torch.full((7,), 0.5))
+    want = raw.survival(torch.tensor(half))
     for row, own in zip(want.tolist(), served, strict=True):
         assert own == pytest.approx(row[: len(own)], abs=1e-4)
 
@@ -114,7 +124,7 @@ def test_the_script_writes_the_calibration_and_prints_it(
     calibrate_confidence.main([*command.split(), "--device", "cpu"])
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     stored = json.loads((drafter / CALIBRATION).read_text())
-    assert {name: own["temperatures"] for name, own in printed["calibration"].items()} == stored
+    assert {name: own["scaling"] for name, own in printed["calibration"].items()} == stored
 
 
 def test_the_study_measures_every_speculator_and_rule(drafter: Path) -> None:

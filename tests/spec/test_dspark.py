@@ -423,24 +423,20 @@ def test_a_request_that_opts_out_gets_no_draft_and_its_context_is_kept(
     assert history(llm, SHARING[:1]) == history(golden_llm(golden_drafter), SHARING[:1])
 
 
-def temperatures(folder: Path, **regimes: Sequence[float]) -> Path:
-    helpers.write_json(folder / "confidence.json", regimes)
-    return folder
-
-
-def test_calibration_divides_the_confidence_of_each_slot_by_regime(
+def test_calibration_scales_the_confidence_of_each_slot_by_regime(
     qwen3: Path, tmp_path: Path
 ) -> None:
-    cold, warm = [0.5, 1.0, 2.0, 3.0], [4.0, 0.25, 1.5, 0.75]
+    cold = [[0.5, 0.0], [1.0, 1.0], [2.0, -0.5], [3.0, 0.25]]
+    warm = [[4.0, -1.0], [0.25, 0.0], [1.5, 0.5], [0.75, 0.0]]
     folder = helpers.make_drafter(tmp_path, qwen3, block_size=4)
-    temperatures(folder, greedy=cold, sampled=warm)
+    helpers.write_json(folder / "confidence.json", {"greedy": cold, "sampled": warm})
     record = Recorder(helpers.make_llm(qwen3, draft=str(folder), max_draft_len=4))
     params = [helpers.greedy(8, temperature=t) for t in (0.0, 1.0, 0.0)]
     record.llm.generate(PROMPTS[:3], params)
     for block in record.blocks:
         by = torch.tensor(cold if block.request.params.is_greedy else warm)[: len(block.draft)]
         assert block.confidence is not None
-        want = (block.confidence / by).sigmoid().cumprod(dim=0)
+        want = (block.confidence / by[:, 0] + by[:, 1]).sigmoid().cumprod(dim=0)
         torch.testing.assert_close(torch.tensor(block.draft.survival), want, rtol=0, atol=1e-6)
     assert {block.request.params.is_greedy for block in record.blocks} == {True, False}
 
