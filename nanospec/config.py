@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ class EngineConfig:
     speculator: str = "auto"  # none, ngram, trie, draft, dspark, dspark-tree or module:Class
     max_draft_len: int | None = None  # draft rows of one request; None: what suits the speculator
     acceptance: str = "auto"  # auto: shared-noise for requests with a seed, rejection for others
-    adaptive: str = "off"  # or schedule:[[from, to, drafts], ..] by number of running requests
+    adaptive: str = "off"  # auto, schedule:[[from, to, drafts], ..] by requests, threshold:P
+    cost_table: str | None = None  # JSON file of measured costs, for adaptive auto
     dtype: str = "auto"  # auto: the checkpoint's, but bfloat16 for a float32 one on a GPU
     device: str = "auto"  # auto: cuda where there is one
     load_format: str = "auto"  # dummy: random weights from config.json alone
@@ -60,7 +60,12 @@ class EngineConfig:
         if self.max_draft_len is not None and not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
             given = f"max_draft_len={self.max_draft_len}"
             raise ConfigError(f"{given} is out of range; pass 1 to {MAX_DRAFT_LEN}")
-        _parse_schedule(self.adaptive, self.max_draft_len or MAX_DRAFT_LEN)
+        parse_adaptive(self.adaptive, self.max_draft_len or MAX_DRAFT_LEN)
+        if self.adaptive == "auto" and self.cost_table is None:
+            raise ConfigError(
+                "adaptive=auto needs measured costs; make a table by scripts/profile_costs.py and "
+                "pass it as cost_table"
+            )
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -76,17 +81,6 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
             raise ConfigError(f"{given} is out of range; pass more than 0 and at most 1")
-
-    def draft_len(self, num_running: int, most: int) -> int:
-        """Return how many drafts a request may make, at most, when so many run."""
-        if self.adaptive == "off":
-            return most
-        for first, last, length in _parse_schedule(
-            self.adaptive, self.max_draft_len or MAX_DRAFT_LEN
-        ):
-            if first <= num_running <= last:
-                return min(length, most)
-        return 0
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
@@ -113,25 +107,37 @@ def _with_embedded_pair(options: Mapping[str, Any]) -> dict[str, Any]:
     return pair
 
 
-@cache  # asked every round, of the same few strings
-def _parse_schedule(adaptive: str, max_draft_len: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (from, to, drafts) of `schedule:[[1,16,7],[17,128,5]]`; nothing for `off`."""
-    if adaptive == "off":
-        return ()
+def parse_adaptive(adaptive: str, most: int) -> tuple[str, Any]:
+    """Return (kind, value) of an option `adaptive`.
+
+    Args:
+        adaptive: off, auto, schedule:[[1,16,7],[17,128,5]] or threshold:0.5.
+        most: drafts of one request.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
     kind, _, text = adaptive.partition(":")
     try:
-        rows = [tuple(row) for row in json.loads(text)] if kind == "schedule" else []
-        ok = bool(rows) and all(
-            1 <= first <= last and 0 <= length <= max_draft_len for first, last, length in rows
-        )
-    except (json.JSONDecodeError, TypeError, ValueError):
+        value: Any = json.loads(text) if text else None
+        if kind == "schedule":
+            value = tuple((low, high, mean) for low, high, mean in value)
+            ok = bool(value) and all(type(each) is int for row in value for each in row)
+            ok = ok and all(1 <= a <= b and 0 <= mean <= most for a, b, mean in value)
+        elif kind == "threshold":
+            value = float(value)
+            ok = 0 <= value <= 1
+        else:
+            ok = adaptive in ("off", "auto")
+    except (TypeError, ValueError):
         ok = False
     if not ok:
         raise ConfigError(
-            f"adaptive={adaptive!r} is not understood; pass off, or schedule:[[1,16,7],[17,128,5]] "
-            f"(from, to, drafts a request, at most max_draft_len={max_draft_len})"
+            f"adaptive={adaptive!r} is not understood; pass off, auto, threshold:P with P from 0 "
+            f"to 1, or schedule:[[1,16,7],[17,128,5]] (from, to, drafts a request on average, at "
+            f"most {most})"
         )
-    return tuple(rows)
+    return kind, value
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -137,9 +137,8 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
         choices=choices.ACCEPTANCES,
         help="auto: shared-noise for seeded requests, rejection for others",
     )
-    add(
-        "--adaptive", default="off", help="or schedule:[[from, to, drafts], ..] by running requests"
-    )
+    add("--adaptive", default="off", help="auto, threshold:P or schedule:[[from, to, drafts], ..]")
+    add("--cost-table", metavar="FILE", help="measured costs, for --adaptive auto")
     add("--dtype", default="auto", choices=choices.DTYPES, help="auto: the checkpoint's")
     add("--device", default="auto", choices=choices.DEVICES, help="auto: cuda where there is one")
     add("--load-format", default="auto", choices=choices.LOAD_FORMATS, help="dummy: random weights")
@@ -181,7 +180,8 @@ def _run(args: argparse.Namespace) -> int:
         rows = finished_rows(args.output, conversations, _run_options(args), resume=args.resume)
     todo = [each for each in conversations if each.index not in rows]
     if args.model is None:
-        torch.set_num_threads(1)  # on a CPU, more only wait for each other in so small a model
+        # On a CPU more would wait for each other in so small a model.
+        torch.set_num_threads(min(2, torch.get_num_threads()))
     llm = LLM(**engine_options)
     with _tracing(args, llm):
         if args.prompts is None:

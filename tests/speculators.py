@@ -98,6 +98,23 @@ class SampledTree(Speculator):
         return Draft(tokens[:size], TREE[:size], probs=probs[:size])
 
 
+CONFIDENCE = (0.9, 0.35, 0.75, 0.55, 0.8)  # of a draft after each token
+
+
+class ConfidentChain(SampledChain):
+    """The same chains, with a confidence that the token before each draft decides."""
+
+    knows_survival = True
+
+    def draft(self, request: Request, tokens: list[int], probs: Tensor) -> Draft | None:
+        """Return the draft of a request."""
+        size, alive, survival = request.max_drafts, 1.0, []
+        for before in [request.tokens[-1], *tokens][:size]:
+            alive *= CONFIDENCE[before]
+            survival.append(alive)
+        return Draft(tokens[:size], probs=probs[:size], survival=survival)
+
+
 class PointMassTree(SampledTree):
     """The same trees without recorded probabilities: point masses."""
 
@@ -187,6 +204,7 @@ def run_tables(
     max_tokens: int = 4,
     page_size: int = 4,
     num_pages: int | None = None,
+    adaptive: dict[str, str] | None = None,
     **params: object,
 ) -> tuple[list[Request], Scheduler]:
     """Run many requests, each with its own seed, together to their end."""
@@ -199,6 +217,7 @@ def run_tables(
         prefix_caching=False,
         max_num_seqs=len(seeds),
         max_num_batched_tokens=16 * len(seeds),
+        **(adaptive or {}),
     )
     requests = []
     for index, seed in enumerate(seeds):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanospec.config import EMBEDDED_PAIR, EngineConfig, ModelConfig
+from nanospec.config import EMBEDDED_PAIR, EngineConfig, ModelConfig, parse_adaptive
 from nanospec.errors import CheckpointError, ConfigError
 
 HF: dict[str, Any] = {
@@ -48,12 +48,6 @@ def test_an_empty_model_is_not_the_embedded_pair() -> None:
     assert EngineConfig.from_options({"model": ""}).model == ""
 
 
-def test_a_schedule_is_capped_by_what_the_speculator_offers() -> None:
-    config = EngineConfig(model="x", adaptive="schedule:[[1,4,16],[5,9,3]]")
-    assert [config.draft_len(n, 7) for n in (1, 5, 10)] == [7, 3, 0]
-    assert EngineConfig(model="x").draft_len(3, 7) == 7
-
-
 def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
     with pytest.raises(ConfigError, match="page_size"):
         EngineConfig.from_options({"model": "x", "pagesize": 4})
@@ -73,6 +67,13 @@ def test_an_unknown_option_is_refused_with_the_likely_one() -> None:
         {"adaptive": "schedule:[[1,16,64]]"},
         {"adaptive": "schedule:[[5,2,1]]"},
         {"adaptive": "schedule:nonsense"},
+        {"adaptive": "schedule:[[1,2.5,1]]"},
+        {"adaptive": "schedule:[]"},
+        {"adaptive": "threshold:1.5"},
+        {"adaptive": "threshold"},
+        {"adaptive": "threshold:NaN"},
+        {"adaptive": "auto"},
+        {"adaptive": "auto:1"},
         {"load_format": "gguf"},
         {"page_size": 0},
         {"max_num_seqs": 0},
@@ -93,10 +94,12 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None
     assert next(iter(options)) in str(raised.value)
 
 
-def test_a_schedule_gives_draft_lengths_by_running_requests() -> None:
-    config = EngineConfig(model="x", adaptive="schedule:[[1,16,7],[17,128,5]]")
-    assert [config.draft_len(n, 7) for n in (1, 16, 17, 128, 129)] == [7, 7, 5, 5, 0]
-    assert EngineConfig(model="x", max_draft_len=3).draft_len(500, 3) == 3
+def test_adaptive_modes_are_understood() -> None:
+    assert parse_adaptive("off", 7) == ("off", None)
+    assert parse_adaptive("auto", 7) == ("auto", None)
+    assert parse_adaptive("threshold:0.5", 7) == ("threshold", 0.5)
+    rows = ((1, 16, 7), (17, 128, 5))
+    assert parse_adaptive("schedule:[[1,16,7],[17,128,5]]", 7) == ("schedule", rows)
 
 
 # Other engines: EAGLE 223 and 315 (head_dim derived from the hidden size).

@@ -62,6 +62,8 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
     requests = [segment.request for segment in segments if segment.samples]
     requests.sort(key=_needs_mask)  # so that the others stay on the causal kernel
     chunks = _chunks(segments)
+    num_other_rows = sum(segment.num_rows for segment in segments)
+    ctx.speculator.admit(requests, num_other_rows)  # how much of what was drafted
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
     step = pack(  # where it goes
@@ -78,6 +80,8 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
         result = accept(plan, output.logits, requests, step.rows)
     done = _commit(ctx, requests, chunks, step, result, plan, output)  # make it last
     try:
+        if ctx.speculator.estimator is not None:
+            ctx.speculator.estimator.observe(done)
         ctx.speculator.observe_step(done)  # learn
         for observe in ctx.observers:
             observe(done)
@@ -258,7 +262,10 @@ def _propose(ctx: RoundContext, requests: Sequence[Request]) -> None:
     going = ctx.scheduler.reserve_drafts(requests, Budget(budget.total_drafts, most))
     if not going:
         return
-    for request, draft in zip(going, ctx.speculator.propose(going), strict=True):
+    drafts = ctx.speculator.propose(going)
+    if ctx.speculator.estimator is not None:
+        drafts = ctx.speculator.estimator.complete(going, drafts)
+    for request, draft in zip(going, drafts, strict=True):
         if draft is None:
             continue
         request.stats.drafted += len(draft)

@@ -41,6 +41,7 @@ class DSparkSpeculator(Speculator):
         folder = resolve_model(setup.config.draft)
         self._config = DSparkConfig.from_folder(folder)
         self.usual_draft_len = self._usual_draft_len()
+        self.knows_survival = self.knows_survival or self._config.has_confidence
         super().__init__(setup)
         self._max_len = self._config.layers.max_position_embeddings
         if setup.model.max_position_embeddings > self._max_len:

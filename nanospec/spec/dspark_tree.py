@@ -20,6 +20,8 @@ class DSparkTreeSpeculator(DSparkSpeculator):
     temperature.
     """
 
+    knows_survival = True
+
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
         taps = self._config.target_layer_ids

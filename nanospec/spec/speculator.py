@@ -18,6 +18,8 @@ from nanospec.config import EngineConfig, ModelConfig
 from nanospec.cudagraph.runner import TargetOutput
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
+from nanospec.spec.adaptive import create_policy
+from nanospec.spec.estimator import AcceptanceEstimator
 from nanospec.spec.plan import build_plan
 from nanospec.types import (
     AcceptResult,
@@ -55,6 +57,17 @@ class SpeculatorSetup:
     target: Decoder | None = None  # its weights, which a drafter may share
 
 
+def about(setup: SpeculatorSetup) -> dict[str, str]:
+    """Return what a cost table is measured for: the target's shape, the device, the dtype."""
+    model = setup.model
+    is_gpu = setup.device.type == "cuda"
+    return {
+        "model": f"{model.architecture} {model.num_layers}x{model.hidden_size}, {model.vocab_size}",
+        "device": torch.cuda.get_device_name(setup.device) if is_gpu else "cpu",
+        "dtype": str(setup.dtype).removeprefix("torch."),
+    }
+
+
 class Speculator(ABC):
     """Guesses tokens after the root of each request.
 
@@ -62,10 +75,19 @@ class Speculator(ABC):
     """
 
     usual_draft_len = 7  # where the user asks for no other
+    knows_survival = False  # whether its drafts' survivals are to be trusted as they are
 
     def __init__(self, setup: SpeculatorSetup):
         self.setup = setup
         self.effective = self.resources()  # lowered by `adapt`; plans may not exceed it
+        self.policy = create_policy(setup.config, self.max_draft_len, about(setup))
+        if self.policy.needs_survival and self.effective.kind is PlanKind.MASK:
+            raise ConfigError(
+                f"adaptive={setup.config.adaptive} ranks drafts by survival, which the rows of "
+                f"{type(self).__name__}'s mask plans have not; pass adaptive=off"
+            )
+        estimates = self.policy.needs_survival and not self.knows_survival
+        self.estimator = AcceptanceEstimator() if estimates else None
 
     @property
     def max_draft_len(self) -> int:
@@ -116,13 +138,16 @@ class Speculator(ABC):
         return None
 
     def candidate_budget(self, view: EngineView) -> Budget:
-        """Return how much the next round may verify.
+        """Return how many drafts may be made for the next round; default: the policy's word."""
+        return self.policy.candidate_budget(view, self.effective.max_rows - 1)
 
-        Default: `max_draft_len` drafts a request, or what the schedule gives for so many requests.
+    def admit(self, requests: Sequence[Request], num_other_rows: int) -> None:
+        """Lower `max_drafts` of requests to what this round verifies; default: the policy's word.
+
+        For sampled drafts judged by rejection this may depend on the tokens before a draft, never
+        on the draft itself or a later one.
         """
-        most = self.effective.max_rows - 1
-        length = self.setup.config.draft_len(view.num_running, most)
-        return Budget(view.num_running * length, 1 + length)
+        self.policy.admit(requests, num_other_rows)
 
     def plan(self, requests: Sequence[Request]) -> VerifyPlan:
         """Choose what to verify of the requests' drafts: the roots and the first drafts of each.

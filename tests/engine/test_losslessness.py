@@ -16,13 +16,15 @@ from torch import Tensor
 
 from nanospec import SamplingParams
 from nanospec.cudagraph.runner import TargetOutput
-from nanospec.spec import accept
+from nanospec.spec import accept, speculator
+from nanospec.spec.budget import CostTable
 from nanospec.spec.sampler import probabilities, sampling_rows
 from nanospec.spec.speculator import Speculator
 from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 from tests import helpers, speculators
 from tests.speculators import (
     SMALL,
+    ConfidentChain,
     Mixed,
     P,
     PointMassTree,
@@ -37,6 +39,7 @@ DRAWS, BATCH = 20_000, 1000
 
 def next_token_law(**params: Any) -> Tensor:
     """Return [V, V]: what follows each token, after the filters."""
+    params.pop("adaptive", None)
     own = SamplingParams(**({"temperature": 1.0} | params))
     request = helpers.make_request([0], own)
     rows = sampling_rows([request] * SMALL, SMALL, torch.device("cpu"))
@@ -77,8 +80,9 @@ def quantile(freedom: int) -> float:
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-def assert_lossless(kind: type[Speculator], **params: Any) -> None:
-    statistic, limit = chi_square(draws(kind, **params), joint_law(next_token_law(**params)))
+def assert_lossless(kind: type[Speculator], count: int = DRAWS, **params: Any) -> None:
+    found = draws(kind, count, **params)
+    statistic, limit = chi_square(found, joint_law(next_token_law(**params)))
     assert statistic < limit
 
 
@@ -117,6 +121,44 @@ def test_it_is_with_every_filter(kind: type[Speculator], params: dict[str, Any])
     assert_lossless(kind, **params)
 
 
+@pytest.fixture
+def cost_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Costs that grow by steps, so that some drafts pay for themselves and others do not."""
+    steps = tuple((BATCH + 500 * step, 100.0 * 1.3**step) for step in range(8))
+    path = tmp_path / "costs.json"
+    CostTable(steps, ((1, 1.0),), steps[-1][0], {}).save(path)
+    monkeypatch.setattr(speculator, "about", lambda setup: {})
+    return path
+
+
+MODES = ["schedule:[[1,2000,1]]", "threshold:0.7", "auto"]
+KINDS = [ConfidentChain, SampledChain, PointMassTree]
+
+
+@pytest.mark.parametrize(
+    ("kind", "adaptive", "count"),
+    [
+        *((*pair, 8000) for pair in zip(KINDS, MODES, strict=True)),
+        *(
+            pytest.param(kind, mode, DRAWS, marks=pytest.mark.slow)
+            for kind in KINDS
+            for mode in MODES
+        ),
+    ],
+)
+def test_it_is_when_only_drafts_that_pay_are_verified(
+    cost_table: Path, kind: type[Speculator], adaptive: str, count: int
+) -> None:
+    options = {"adaptive": adaptive, "cost_table": str(cost_table)}
+    assert_lossless(kind, count, adaptive=options)
+    requests, _ = run_tables(kind, range(BATCH), adaptive=options)
+    drafted, verified = (
+        sum(getattr(request.stats, name) for request in requests)
+        for name in ("drafted", "verified")
+    )
+    assert 0 < verified < 0.9 * drafted
+
+
 def test_two_requests_of_one_batch_are_independent() -> None:
     law = next_token_law()
     found = draws(SampledChain, 2 * DRAWS)
@@ -126,7 +168,7 @@ def test_two_requests_of_one_batch_are_independent() -> None:
     assert statistic < limit
 
 
-@pytest.mark.parametrize("kind", [SampledChain, SampledTree])
+@pytest.mark.parametrize("kind", [SampledChain, pytest.param(SampledTree, marks=pytest.mark.slow)])
 def test_it_is_while_pages_are_short(kind: type[Speculator]) -> None:
     """Drafts are cut and requests preempted all the time, by their neighbours' lengths alone."""
     found, verified, drafted = [], 0, 0

@@ -75,8 +75,21 @@ def options_of(folder: Path, kind: Any, register: Any) -> dict[str, Any]:
     return {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+EVERY_PAGE_SIZE = ("random", "right-tree", "perturbed", "dspark")  # in the suite; slow: all
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        pytest.param(
+            name,
+            size,
+            marks=[] if size == 3 or name in EVERY_PAGE_SIZE else [pytest.mark.slow],
+        )
+        for name in ALL
+        for size in (1, 3, 16)
+    ],
+)
 def test_greedy_output_is_that_of_plain_decoding(
     qwen3: Path, plain: Any, register: Any, name: str, page_size: int
 ) -> None:

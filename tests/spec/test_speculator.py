@@ -455,29 +455,6 @@ def test_a_budget_of_one_row_skips_propose(qwen3: Path, monkeypatch: pytest.Monk
     assert "propose" not in llm.engine.speculator.calls
 
 
-# Other engines: sglang 30549 (adaptive length grows past what buffers were made for).
-def test_a_schedule_sets_the_draft_length_by_running_requests(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full(Recording):
-        def admit_limit(self, view: EngineView) -> int | None:
-            return None
-
-        def candidate_budget(self, view: EngineView) -> Budget:
-            return Speculator.candidate_budget(self, view)
-
-        def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
-            return [Draft([5] * request.max_drafts) for request in requests]
-
-    llm = build(qwen3, Full, monkeypatch, adaptive="schedule:[[1,1,7],[2,3,2]]")
-    seen = set()
-    llm.engine.observers.append(lambda step: seen.add((len(step.requests), step.plan.max_rows)))
-    params = [helpers.greedy(length) for length in (6, 12, 40)]
-    helpers.token_ids(llm, PROMPTS, params)
-    assert (3, 3) in seen and (1, 8) in seen
-    assert not {rows for count, rows in seen if count > 1} - {1, 3}
-
-
 def test_the_total_of_a_budget_is_never_exceeded(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

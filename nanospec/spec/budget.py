@@ -1,0 +1,145 @@
+"""How many drafts pay for themselves, and whose: costs, the budget, and its split.
+
+The *size* of a budget is chosen on the host from confidences of an earlier round; its *split* goes
+by this round's. Chosen from this round's own confidences a budget would bias sampled output, since
+a slot's confidence depends on the drafts before it (DSpark paper, arXiv:2607.05147, appendix A).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanospec.errors import ConfigError
+from nanospec.text import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Measured microseconds of a round's two forwards.
+
+    Up to the largest tier a batch is padded to the next tier, so its cost is that tier's: a step
+    function. Above it nothing is padded and costs are interpolated, between points above alone.
+    """
+
+    verify: tuple[tuple[int, float], ...]  # (rows, us), rising rows
+    draft: tuple[tuple[int, float], ...]  # (requests, us), rising requests
+    largest_tier: int  # rows; 0 where nothing is padded
+    about: Mapping[str, Any]  # model, device, dtype, ...: what it was measured for
+
+    def __post_init__(self) -> None:
+        for name in ("verify", "draft"):
+            points = getattr(self, name)
+            sizes = [size for size, _ in points]
+            if not points or sizes != sorted(set(sizes)) or sizes[0] < 1:
+                raise ConfigError(f"the cost table's {name} needs points of rising sizes from 1 on")
+            if any(not 0 <= us < float("inf") for _, us in points):
+                raise ConfigError(f"the cost table's {name} has a time that is no number")
+        if min(us for _, us in self.verify) <= 0:
+            raise ConfigError("the cost table's verify times must be above 0")
+
+    def verify_us(self, rows: np.ndarray) -> np.ndarray:
+        """Return the cost [N] of forwards of so many rows [N]."""
+        return _costs(self.verify, self.largest_tier, rows)
+
+    def draft_us(self, num_requests: int) -> float:
+        """Return the cost of drafting for so many requests."""
+        return float(_costs(self.draft, 0, np.array([num_requests]))[0])
+
+    def save(self, path: Path) -> None:
+        """Write the table as JSON."""
+        path.write_text(json.dumps(asdict(self) | {"about": dict(self.about)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path, about: Mapping[str, Any]) -> "CostTable":
+        """Read a table that was measured for just this.
+
+        Raises:
+            ConfigError: it is malformed, or was measured for something else.
+        """
+        stored = read_json(path)
+        try:
+            table = cls(
+                verify=tuple((int(size), float(us)) for size, us in stored["verify"]),
+                draft=tuple((int(size), float(us)) for size, us in stored["draft"]),
+                largest_tier=int(stored["largest_tier"]),
+                about=stored["about"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is no cost table: {error!r}") from error
+        for name, value in about.items():
+            if table.about.get(name) != value:
+                raise ConfigError(
+                    f"{path} was measured with {name}={table.about.get(name)!r}, this is "
+                    f"{value!r}; make one by scripts/profile_costs.py"
+                )
+        return table
+
+
+def _costs(points: Sequence[tuple[int, float]], largest_tier: int, sizes: np.ndarray) -> np.ndarray:
+    """Return the cost of each size; never falling."""
+    known = np.array([size for size, _ in points], dtype=np.float64)
+    costs = np.maximum.accumulate(np.array([us for _, us in points], dtype=np.float64))
+    tiers = int(np.searchsorted(known, largest_tier, side="right"))
+    padded = costs[np.minimum(np.searchsorted(known, sizes), len(known) - 1)]
+    above, above_costs = known[tiers:], costs[tiers:]
+    if len(above) < 2:  # too few to interpolate: go on with the last slope there is
+        above, above_costs = known[-2:], costs[-2:]
+    slope = 0.0
+    if len(above) > 1:
+        slope = float(above_costs[-1] - above_costs[-2]) / float(above[-1] - above[-2])
+    between = np.interp(sizes, above, above_costs)
+    beyond = above_costs[-1] + slope * np.maximum(sizes - above[-1], 0)
+    open_costs = np.maximum(np.where(sizes > above[-1], beyond, between), costs[max(tiers - 1, 0)])
+    return np.where(sizes <= largest_tier, padded, open_costs)
+
+
+def choose_budget(
+    survival: np.ndarray, table: CostTable, *, num_requests: int, num_other_rows: int
+) -> int:
+    """Return how many drafts, of all requests together, give most tokens per second.
+
+    A round with B drafts emits one token for each request that samples, and one for each draft
+    that survives; all B are compared, as costs are a staircase. With B = 0 nothing is drafted.
+
+    Args:
+        survival: [N] of the drafts of an *earlier* round, 1 where none is known; as many as this
+            round may verify.
+        table: costs.
+        num_requests: that sample in this round.
+        num_other_rows: rows that are no drafts: roots and chunks of prompts.
+    """
+    if num_requests == 0:
+        return 0
+    ranked = np.sort(survival)[::-1]
+    expected = num_requests + np.concatenate(([0.0], np.cumsum(ranked)))
+    cost = table.verify_us(num_other_rows + np.arange(len(expected)))
+    cost[1:] += table.draft_us(num_requests)
+    return int((expected / cost).argmax())
+
+
+def admit(survival: Tensor, depth: Tensor, num_drafts: Tensor, budget: int) -> Tensor:
+    """Split a budget: how many leading drafts of each request are verified, [R] int64.
+
+    All drafts are ranked by survival, then depth, then request, then place; the first `budget` are
+    admitted. Token values never decide. Along a draft survival must not rise: then what is admitted
+    of it is its leading part, up to equal survivals.
+
+    Args:
+        survival: [R, K] fp32.
+        depth: [R, K] int64.
+        num_drafts: [R] int64, drafts of each request; what is behind them is not there.
+        budget: at most so many.
+    """
+    num_reqs, width = survival.shape
+    is_there = torch.arange(width, device=survival.device) < num_drafts[:, None]
+    by_depth = depth.flatten().sort(stable=True).indices
+    keys = torch.where(is_there, survival, -1.0).flatten()[by_depth]
+    order = by_depth[keys.sort(descending=True, stable=True).indices[:budget]]
+    taken = torch.zeros(num_reqs * width, dtype=torch.int64, device=survival.device)
+    return (taken.index_fill_(0, order, 1).view(num_reqs, width) * is_there).sum(dim=1)

@@ -1,0 +1,238 @@
+"""Policies: how many drafts are verified, and that nobody else's output knows of it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec import LLM
+from nanospec.config import EngineConfig
+from nanospec.errors import ConfigError
+from nanospec.spec import speculator as speculators
+from nanospec.spec.adaptive import PROBE_ROUNDS, Costs, Policy, Schedule, Threshold, create_policy
+from nanospec.spec.budget import CostTable
+from nanospec.spec.estimator import AcceptanceEstimator
+from nanospec.types import Draft, EngineView, StepOutput
+from tests import helpers
+
+PROMPTS = [*helpers.random_prompts(5, seed=3), [*range(5, 15)] * 3]
+STEEP = CostTable(((1, 1.0), (2, 1e3), (200, 1e6)), ((1, 1e3),), 0, {})
+FLAT = CostTable(((1, 100.0),), ((1, 1.0),), 0, {})
+
+
+def view(num_running: int) -> EngineView:
+    return EngineView(num_running, 0, 100, 16, 0)
+
+
+def requests_with(*survivals: list[float]) -> list[Any]:
+    return [
+        helpers.make_request(
+            [1, 2],
+            draft=Draft([7] * len(own), survival=own) if own else None,
+            max_drafts=len(own),
+        )
+        for own in survivals
+    ]
+
+
+def counts(policy: Policy, requests: list[Any], other: int = 0) -> list[int]:
+    policy.admit(requests, other or len(requests))
+    return [request.max_drafts for request in requests]
+
+
+def test_off_verifies_everything() -> None:
+    assert counts(Policy(), requests_with([0.9, 0.1], [], [0.5])) == [2, 0, 1]
+
+
+def test_a_schedule_shares_its_pool_out_by_survival() -> None:
+    policy = Schedule([(1, 4, 2)])
+    assert counts(policy, requests_with([0.9, 0.8, 0.7], [0.75, 0.1, 0.1], [0.6, 0.5])) == [3, 1, 2]
+    assert counts(policy, requests_with([0.9] * 7)) == [2]
+    assert policy.candidate_budget(view(3), 7).max_rows_per_request == 8
+    assert policy.candidate_budget(view(5), 7).max_rows_per_request == 1  # none beyond its rows
+
+
+def test_a_threshold_cuts_where_survival_falls_below() -> None:
+    found = counts(Threshold(0.5), requests_with([0.9, 0.5, 0.49], [0.4, 0.3], [], [0.7]))
+    assert found == [2, 0, 0, 1]
+
+
+def test_the_budget_comes_from_an_earlier_round_and_its_split_from_this_one() -> None:
+    # Eight rows cost the same, more cost dearly: at most 5 drafts beside 3 roots, if they survive.
+    table = CostTable(((8, 10.0), (9, 100.0), (30, 1000.0)), ((1, 0.0),), 8, {})
+    policy = Costs(table)
+    requests = requests_with([0.1] * 4, [0.2] * 4, [0.3] * 4)
+    assert sum(counts(policy, requests)) == 5  # unknown requests count as sure
+    for request in requests:
+        request.draft, request.max_drafts = Draft([7] * 4, survival=[0.9, 0.8, 0.7, 0.6]), 4
+    assert counts(policy, requests) == [2, 2, 1]
+    dear = Costs(CostTable(((3, 10.0), (4, 14.0), (30, 118.0)), ((1, 0.0),), 0, {}))
+    assert sum(counts(dear, requests_with([0.9] * 4, [0.9] * 4, [0.9] * 4))) == 0
+    low, high = requests_with([0.01] * 4), requests_with([0.99] * 4)
+    gentle = Costs(CostTable(((1, 10.0), (30, 155.0)), ((1, 0.0),), 0, {}))
+    assert counts(gentle, low) == [4]  # nothing was known of it
+    low[0].draft, low[0].max_drafts = high[0].draft, 4
+    assert counts(gentle, low) == [0]  # what was known then was bad
+    low[0].max_drafts = 4
+    assert counts(gentle, low) == [4]  # what is known now is good
+
+
+def test_no_drafts_are_made_while_none_pay_and_some_again_when_the_load_changes() -> None:
+    policy = Costs(STEEP)
+    assert policy.candidate_budget(view(4), 7).max_rows_per_request == 8
+    assert counts(policy, requests_with(*[[0.9] * 7] * 4)) == [0] * 4
+    waits = [policy.candidate_budget(view(4), 7).max_rows_per_request for _ in range(PROBE_ROUNDS)]
+    assert waits == [1] * (PROBE_ROUNDS - 1) + [8]  # tries again by itself
+    assert counts(policy, requests_with(*[[0.9] * 7] * 4)) == [0] * 4
+    assert policy.candidate_budget(view(4), 7).max_rows_per_request == 1
+    assert policy.candidate_budget(view(3), 7).max_rows_per_request == 8  # or when some are done
+
+
+def table_for(llm: LLM, path: Path, table: CostTable) -> Path:
+    about = speculators.about(llm.engine.speculator.setup)
+    CostTable(table.verify, table.draft, table.largest_tier, about).save(path)
+    return path
+
+
+def run(folder: Path, **options: Any) -> tuple[list[list[int]], LLM]:
+    llm = helpers.make_llm(folder, **options)
+    return helpers.token_ids(llm, PROMPTS, helpers.greedy(24)), llm
+
+
+@pytest.mark.parametrize("speculator", ["ngram", "trie", "draft", "dspark", "dspark-tree"])
+def test_a_steep_table_means_plain_decoding_and_a_flat_one_verifies_all(
+    qwen3: Path, tmp_path: Path, speculator: str
+) -> None:
+    options: dict[str, Any] = {"speculator": speculator}
+    if speculator == "draft":
+        options["draft"] = str(qwen3)
+    elif "dspark" in speculator:
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
+    want, plain = run(qwen3)
+    steep = table_for(plain, tmp_path / "steep.json", STEEP)
+    got, llm = run(qwen3, adaptive="auto", cost_table=str(steep), **options)
+    assert got == want and llm.stats.verified == 0
+    flat = table_for(plain, tmp_path / "flat.json", FLAT)
+    got, llm = run(qwen3, adaptive="auto", cost_table=str(flat), **options)
+    assert got == want and llm.stats.verified > 0
+    _, off = run(qwen3, **options)
+    assert llm.stats.verified == off.stats.verified
+
+
+@pytest.mark.parametrize("speculator", ["dspark", "dspark-tree", "draft"])
+def test_a_schedule_verifies_n_times_k_drafts_at_every_step(
+    qwen3: Path, tmp_path: Path, speculator: str
+) -> None:
+    draft = qwen3
+    if speculator != "draft":
+        draft = helpers.make_drafter(tmp_path / "drafter", qwen3)
+    llm = helpers.make_llm(
+        qwen3, speculator=speculator, draft=str(draft), adaptive="schedule:[[1,3,4],[4,9,2]]"
+    )
+    seen: list[int] = []
+
+    def observe(step: StepOutput) -> None:
+        count = len(step.requests)
+        drafts = [len(draft) for draft in step.drafts if draft is not None]
+        verified = int(step.plan.num_rows.sum()) - count
+        assert verified == min(len(drafts) * (4 if count <= 3 else 2), sum(drafts))
+        seen.append(count)
+
+    llm.engine.observers.append(observe)
+    params = [helpers.greedy(length) for length in (8, 14, 20, 26, 32, 40)]
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    assert helpers.token_ids(llm, PROMPTS, params) == want
+    assert set(seen) >= {1, 6}
+
+
+@pytest.mark.parametrize("adaptive", ["schedule:[[1,9,2]]", "threshold:0.3", "auto"])
+@pytest.mark.parametrize("speculator", ["ngram", "trie", "draft", "dspark-tree"])
+def test_arrivals_aborts_and_preemptions_never_mix_requests_up(
+    qwen3: Path, tmp_path: Path, speculator: str, adaptive: str
+) -> None:
+    want = dict(zip(map(tuple, PROMPTS), run(qwen3)[0], strict=True))
+    options: dict[str, Any] = {"speculator": speculator, "adaptive": adaptive, "page_size": 3}
+    if speculator == "draft":
+        options["draft"] = str(qwen3)
+    elif speculator == "dspark-tree":
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
+    gentle = CostTable(((1, 10.0), (12, 14.0), (60, 60.0)), ((1, 1.0),), 0, {})
+    options["cost_table"] = str(table_for(run(qwen3)[1], tmp_path / "costs.json", gentle))
+    engine = helpers.make_llm(
+        qwen3, num_pages=40, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=24, **options
+    ).engine
+    rng = random.Random(adaptive + speculator)
+    left, live, done = PROMPTS * 3, [], []
+    while left or engine.has_work:
+        if left and rng.random() < 0.3:
+            live.append(engine.add(left.pop(), helpers.greedy(24)))
+            done.append(live[-1])
+        if live and rng.random() < 0.05:
+            engine.abort(live.pop(rng.randrange(len(live))))
+        for request in engine.step():
+            assert request.stats.verified <= request.stats.drafted
+    for request in done:
+        whole = want[tuple(request.prompt_token_ids)]
+        assert request.output_token_ids == whole[: request.num_output]
+        assert request.finish_reason == "abort" or request.num_output == 24
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_an_estimator_learns_what_is_accepted() -> None:
+    estimator = AcceptanceEstimator()
+    request = helpers.make_request([1, 2, 3])
+
+    def guess() -> list[float]:
+        (draft,) = estimator.complete([request], [Draft([5, 6, 7])])
+        assert draft is not None and draft.survival is not None
+        return list(draft.survival)
+
+    first = guess()
+    assert first == sorted(first, reverse=True) and first[-1] > 0
+    plan = type("Plan", (), {"num_rows": torch.tensor([4])})
+    for _ in range(300):  # the first draft always survives, the second never
+        (draft,) = estimator.complete([request], [Draft([5, 6, 7])])
+        step = {"requests": [request], "drafts": [draft], "plan": plan, "path": [[0, 1]]}
+        estimator.observe(type("Step", (), step))  # type: ignore[arg-type]
+    last = guess()
+    assert last[0] > 0.9 and last[1] < 0.15 and last[2] <= last[1]
+
+
+def test_a_tree_is_put_in_the_order_of_its_survival() -> None:
+    draft = Draft([5, 6, 7, 8], [0, 1, 0, 3], survival=[0.2, 0.1, 0.7, 0.6])
+    (found,) = AcceptanceEstimator().complete([helpers.make_request([1])], [draft])
+    assert found is not None and found.survival is not None and found.parents is not None
+    assert list(found.survival) == sorted(found.survival, reverse=True)
+    pairs = {(0, 5), (5, 6), (0, 7), (7, 8)}  # who follows whom
+    names = [0, *found.tokens]
+    assert {
+        (names[parent], token) for token, parent in zip(found.tokens, found.parents, strict=True)
+    } == pairs
+
+
+def test_auto_refuses_a_table_of_something_else(qwen3: Path, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    FLAT.save(path)
+    stored = json.loads(path.read_text()) | {"about": {"model": "another"}}
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="another"):
+        helpers.make_llm(qwen3, speculator="ngram", adaptive="auto", cost_table=str(path))
+
+
+def test_mask_plans_cannot_be_adaptive(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match="mask plans"):
+        helpers.make_llm(
+            qwen3,
+            speculator="examples.lookahead:LookaheadSpeculator",
+            adaptive="threshold:0.5",
+        )
+
+
+def test_each_mode_is_its_policy() -> None:
+    kinds = {"off": Policy, "schedule:[[1,2,3]]": Schedule, "threshold:0.5": Threshold}
+    for adaptive, kind in kinds.items():
+        config = EngineConfig(model="x", adaptive=adaptive)
+        assert type(create_policy(config, 7, {})) is kind

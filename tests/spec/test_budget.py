@@ -1,0 +1,128 @@
+"""Costs by the rules of padded tiers; the budget and its split against brute force."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanospec.errors import ConfigError
+from nanospec.spec.budget import CostTable, admit, choose_budget
+
+ABOUT = {"model": "m", "device": "d"}
+
+
+def table(verify: list[tuple[int, float]], draft: float = 0.0, tier: int = 0) -> CostTable:
+    return CostTable(tuple(verify), ((1, draft),), tier, ABOUT)
+
+
+def costs(own: CostTable, *rows: int) -> list[float]:
+    return own.verify_us(np.array(rows)).tolist()
+
+
+def test_a_padded_batch_costs_its_tier() -> None:
+    own = table([(1, 10), (4, 12), (8, 20)], tier=8)
+    assert costs(own, 1, 2, 4, 5, 8) == [10, 12, 12, 20, 20]
+
+
+def test_above_the_largest_tier_costs_are_interpolated_between_points_above() -> None:
+    own = table([(4, 10), (8, 20), (16, 30), (32, 62)], tier=8)
+    assert costs(own, 8, 9, 16, 24, 32, 48) == [20, 30, 30, 46, 62, 94]
+
+
+def test_past_the_last_point_the_last_slope_goes_on() -> None:
+    assert costs(table([(2, 10), (4, 14)]), 8) == [22]
+    assert costs(table([(4, 14)]), 400) == [14]
+    assert costs(table([(4, 10), (8, 18)], tier=8), 12) == [26]
+
+
+def test_costs_never_fall() -> None:
+    own = table([(1, 10), (4, 8), (8, 20), (16, 15), (32, 16)], tier=8)
+    found = costs(own, *range(1, 100))
+    assert found == sorted(found) and found[3] == 10
+
+
+@pytest.mark.parametrize(
+    "verify",
+    [[], [(4, 1.0), (2, 2.0)], [(0, 1.0)], [(1, 0.0)], [(1, float("nan"))], [(1, float("inf"))]],
+)
+def test_a_table_that_says_nothing_is_refused(verify: list[tuple[int, float]]) -> None:
+    with pytest.raises(ConfigError, match="cost table"):
+        table(verify)
+
+
+def test_a_table_is_stored_and_refused_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    own = table([(1, 10.0), (4, 12.5)], draft=3.0, tier=4)
+    own.save(path)
+    assert CostTable.load(path, ABOUT) == own
+    with pytest.raises(ConfigError, match=r"model='m'.*'other'.*profile_costs"):
+        CostTable.load(path, ABOUT | {"model": "other"})
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="no cost table"):
+        CostTable.load(path, ABOUT)
+
+
+def random_case(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    num_reqs = int(rng.integers(1, 5))
+    sizes = np.sort(rng.choice(np.arange(1, 40), size=int(rng.integers(1, 6)), replace=False))
+    verify = [
+        (int(size), float(us))
+        for size, us in zip(sizes, rng.uniform(1, 30, len(sizes)), strict=True)
+    ]
+    return {
+        "survival": rng.choice([0.0, 0.25, 0.5, 0.9, 1.0], size=int(rng.integers(0, 13))),
+        "table": table(verify, draft=float(rng.uniform(0, 10)), tier=int(rng.choice([0, 8, 40]))),
+        "num_requests": int(rng.integers(0, num_reqs + 1)),
+        "num_other_rows": num_reqs,
+    }
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_budget_is_the_best_of_all(seed: int) -> None:
+    case = random_case(seed)
+    found = choose_budget(**case)
+    if case["num_requests"] == 0:
+        assert found == 0
+        return
+    ranked = sorted(case["survival"], reverse=True)
+    gains = []
+    for size in range(len(ranked) + 1):
+        cost = costs(case["table"], case["num_other_rows"] + size)[0]
+        cost += case["table"].draft_us(case["num_requests"]) if size else 0.0
+        gains.append((case["num_requests"] + sum(ranked[:size])) / cost)
+    assert gains[found] == pytest.approx(max(gains))
+
+
+def test_a_steep_table_asks_for_nothing_and_a_flat_one_for_everything() -> None:
+    survival = np.array([0.9, 0.8, 0.1] * 4)
+    options: dict[str, Any] = {"num_requests": 4, "num_other_rows": 4}
+    steep = table([(4, 1.0), (5, 100.0), (50, 10_000.0)])
+    assert choose_budget(survival, steep, **options) == 0
+    assert choose_budget(survival, table([(1, 10.0)]), **options) == 12
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_split_is_the_first_of_the_ranking(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_reqs, width = int(rng.integers(1, 6)), int(rng.integers(0, 8))
+    steps = rng.choice([1.0, 1.0, 0.5, 0.8], size=(num_reqs, width))
+    survival = torch.tensor(steps.cumprod(axis=1), dtype=torch.float32).view(num_reqs, width)
+    lengths = torch.tensor(rng.integers(0, width + 1, num_reqs))
+    budget = int(rng.integers(0, num_reqs * width + 3))
+    depth = torch.arange(1, width + 1).expand(num_reqs, -1)
+    if seed % 2:  # trees: siblings share a depth
+        depth = torch.tensor(rng.integers(1, 4, size=(num_reqs, width))).view(num_reqs, width)
+    slots = [
+        (-float(survival[r, k]), int(depth[r, k]), r, k)
+        for r, k in itertools.product(range(num_reqs), range(width))
+        if k < lengths[r]
+    ]
+    want = [0] * num_reqs
+    for _, _, request, _ in sorted(slots)[:budget]:
+        want[request] += 1
+    found = admit(survival, depth, lengths, budget)
+    assert found.tolist() == want and int(found.sum()) == min(budget, len(slots))
