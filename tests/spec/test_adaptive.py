@@ -80,6 +80,23 @@ def test_the_budget_comes_from_an_earlier_round_and_its_split_from_this_one() ->
     assert counts(gentle, low) == [4]  # what is known now is good
 
 
+def test_the_example_of_the_paper_is_decided_by_the_round_before() -> None:
+    """DSpark paper, appendix A: the second draft's confidence must not decide on the first draft.
+
+    Rounds per second 1, 0.5, 0.45 with 0, 1, 2 drafts; the first survives with 0.8. With 0.9 for
+    the second, 2 drafts are best, with 0 none are; and that 0.9 or 0 depends on the first's token.
+    """
+    table = CostTable(((1, 1.0), (2, 1 / 0.5), (3, 1 / 0.45)), ((1, 0.0),), 3, {})
+    good, bad = [0.8, 0.8 * 0.9], [0.8, 0.0]
+    for earlier, verified in ((good, 2), (bad, 0)):
+        for now in (good, bad):
+            policy = Costs(table)
+            (request,) = requests_with(earlier)
+            policy.admit([request], 1)  # what it says of itself counts from the next round on
+            request.draft, request.max_drafts = Draft([7] * 2, survival=now), 2
+            assert counts(policy, [request]) == [verified]
+
+
 def test_no_drafts_are_made_while_none_pay_and_some_again_when_the_load_changes() -> None:
     policy = Costs(STEEP)
     assert policy.candidate_budget(view(4), 7).max_rows_per_request == 8
