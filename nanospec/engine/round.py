@@ -262,11 +262,12 @@ def _propose(ctx: RoundContext, requests: Sequence[Request]) -> None:
     going = ctx.scheduler.reserve_drafts(requests, Budget(budget.total_drafts, most))
     if not going:
         return
-    drafts = ctx.speculator.propose(going)
+    drafts = list(ctx.speculator.propose(going))
+    for request, draft in zip(going, drafts, strict=True):
+        request.stats.drafted += 0 if draft is None else len(draft)
+    if effective.kind is PlanKind.CHAIN:
+        drafts = [None if draft is None else first_path(draft) for draft in drafts]
     if ctx.speculator.estimator is not None:
         drafts = ctx.speculator.estimator.complete(going, drafts)
     for request, draft in zip(going, drafts, strict=True):
-        if draft is None:
-            continue
-        request.stats.drafted += len(draft)
-        request.draft = first_path(draft) if effective.kind is PlanKind.CHAIN else draft
+        request.draft = draft

@@ -86,7 +86,9 @@ class Costs(Policy):
 
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
     of its drafts. Without drafts there would be no new survivals, and 0 for ever: every
-    `PROBE_ROUNDS` rounds, and whenever another number of requests runs, drafts are made again.
+    `PROBE_ROUNDS` rounds, and whenever another number of requests runs, there is a probe. It makes
+    drafts and verifies one a request at least, so that estimators learn, and the round after it
+    decides by what the probe has shown.
     """
 
     needs_survival = True
@@ -96,6 +98,7 @@ class Costs(Policy):
         self._earlier: dict[Request, list[float]] = {}
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
         self._running_then: int | None = None
+        self._is_probe = False
 
     def candidate_budget(self, view: EngineView, most: int) -> Budget:
         """See `Policy.candidate_budget`."""
@@ -105,6 +108,7 @@ class Costs(Policy):
                 self._running_then = view.num_running
             if view.num_running == self._running_then and self._rounds_off < PROBE_ROUNDS:
                 return Budget(0, 1)
+            self._is_probe = True
         self._rounds_off = None
         return Budget(view.num_running * most, 1 + most)
 
@@ -120,7 +124,10 @@ class Costs(Policy):
             num_requests=len(requests),
             num_other_rows=num_other_rows,
         )
-        if budget == 0:
+        if self._is_probe:  # decided before this round's drafts were made
+            budget = max(budget, len(drafting))
+            self._is_probe = False
+        elif budget == 0:
             self._rounds_off, self._running_then = 0, None
         current = {request: survival_of(request) for request in drafting}
         share_out(requests, budget)
@@ -177,6 +184,9 @@ def share_out(requests: Sequence[Request], budget: int) -> None:
         if counts[index] > 0:
             survival[index, : counts[index]] = torch.tensor(survival_of(request))
             depth[index, : counts[index]] = torch.tensor(_depths(request))
+    # A sampled tree keeps the order of its draws, in which survival may rise again. A later row
+    # must not bring in an earlier one: whether a row is verified depends on rows before it alone.
+    survival, depth = survival.cummin(dim=1).values, depth.cummax(dim=1).values
     admitted = admit(survival, depth, torch.tensor(counts), budget)
     for request, count in zip(requests, admitted.tolist(), strict=True):
         request.max_drafts = count

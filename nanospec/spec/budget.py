@@ -40,6 +40,10 @@ class CostTable:
                 raise ConfigError(f"the cost table's {name} needs points of rising sizes from 1 on")
             if any(not 0 <= us < float("inf") for _, us in points):
                 raise ConfigError(f"the cost table's {name} has a time that is no number")
+        if self.largest_tier != 0 and self.largest_tier not in dict(self.verify):
+            raise ConfigError(
+                f"the cost table's largest_tier={self.largest_tier} is no point of verify"
+            )
         if min(us for _, us in self.verify) <= 0:
             raise ConfigError("the cost table's verify times must be above 0")
 
@@ -68,7 +72,7 @@ class CostTable:
                 verify=tuple((int(size), float(us)) for size, us in stored["verify"]),
                 draft=tuple((int(size), float(us)) for size, us in stored["draft"]),
                 largest_tier=int(stored["largest_tier"]),
-                about=stored["about"],
+                about=dict(stored["about"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is no cost table: {error!r}") from error
@@ -88,11 +92,11 @@ def _costs(points: Sequence[tuple[int, float]], largest_tier: int, sizes: np.nda
     tiers = int(np.searchsorted(known, largest_tier, side="right"))
     padded = costs[np.minimum(np.searchsorted(known, sizes), len(known) - 1)]
     above, above_costs = known[tiers:], costs[tiers:]
-    if len(above) < 2:  # too few to interpolate: go on with the last slope there is
-        above, above_costs = known[-2:], costs[-2:]
+    if len(above) == 0:
+        above, above_costs = known[-1:], costs[-1:]
     slope = 0.0
-    if len(above) > 1:
-        slope = float(above_costs[-1] - above_costs[-2]) / float(above[-1] - above[-2])
+    if len(known) > 1:  # past the last point the last slope goes on
+        slope = float(costs[-1] - costs[-2]) / float(known[-1] - known[-2])
     between = np.interp(sizes, above, above_costs)
     beyond = above_costs[-1] + slope * np.maximum(sizes - above[-1], 0)
     open_costs = np.maximum(np.where(sizes > above[-1], beyond, between), costs[max(tiers - 1, 0)])

@@ -42,7 +42,7 @@ class AcceptanceEstimator:
     def observe(self, step: StepOutput) -> None:
         """Learn from the verified drafts whose parents were accepted."""
         seen, labels = [], []
-        counts = step.plan.num_rows.tolist()
+        counts = step.plan.row_counts or step.plan.num_rows.tolist()
         for request, draft, count, path in zip(
             step.requests, step.drafts, counts, step.path, strict=True
         ):

@@ -8,6 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,14 +58,16 @@ class SpeculatorSetup:
     target: Decoder | None = None  # its weights, which a drafter may share
 
 
-def about(setup: SpeculatorSetup) -> dict[str, str]:
-    """Return what a cost table is measured for: the target's shape, the device, the dtype."""
+def about(setup: SpeculatorSetup, speculator: str) -> dict[str, str]:
+    """Return what a cost table is measured for: target's shape, drafter, device, dtype."""
     model = setup.model
     is_gpu = setup.device.type == "cuda"
     return {
         "model": f"{model.architecture} {model.num_layers}x{model.hidden_size}, {model.vocab_size}",
         "device": torch.cuda.get_device_name(setup.device) if is_gpu else "cpu",
         "dtype": str(setup.dtype).removeprefix("torch."),
+        "speculator": speculator,
+        "draft": str(setup.config.draft and Path(setup.config.draft).name),
     }
 
 
@@ -80,7 +83,9 @@ class Speculator(ABC):
     def __init__(self, setup: SpeculatorSetup):
         self.setup = setup
         self.effective = self.resources()  # lowered by `adapt`; plans may not exceed it
-        self.policy = create_policy(setup.config, self.max_draft_len, about(setup))
+        self.policy = create_policy(
+            setup.config, self.max_draft_len, about(setup, type(self).__name__)
+        )
         if self.policy.needs_survival and self.effective.kind is PlanKind.MASK:
             raise ConfigError(
                 f"adaptive={setup.config.adaptive} ranks drafts by survival, which the rows of "

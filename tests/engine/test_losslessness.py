@@ -127,7 +127,7 @@ def cost_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     steps = tuple((BATCH + 500 * step, 100.0 * 1.3**step) for step in range(8))
     path = tmp_path / "costs.json"
     CostTable(steps, ((1, 1.0),), steps[-1][0], {}).save(path)
-    monkeypatch.setattr(speculator, "about", lambda setup: {})
+    monkeypatch.setattr(speculator, "about", lambda *_: {})
     return path
 
 

@@ -6,16 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanospec import LLM
+from nanospec.attention.torch_backend import TorchAttention
 from nanospec.config import EngineConfig
 from nanospec.errors import ConfigError
 from nanospec.spec import speculator as speculators
-from nanospec.spec.adaptive import PROBE_ROUNDS, Costs, Policy, Schedule, Threshold, create_policy
+from nanospec.spec.adaptive import (
+    PROBE_ROUNDS,
+    Costs,
+    Policy,
+    Schedule,
+    Threshold,
+    create_policy,
+    share_out,
+)
 from nanospec.spec.budget import CostTable
 from nanospec.spec.estimator import AcceptanceEstimator
-from nanospec.types import Draft, EngineView, StepOutput
+from nanospec.types import Capability, Draft, EngineView, PlanKind, StepOutput
 from tests import helpers
 
 PROMPTS = [*helpers.random_prompts(5, seed=3), [*range(5, 15)] * 3]
@@ -77,6 +85,7 @@ def test_the_budget_comes_from_an_earlier_round_and_its_split_from_this_one() ->
     low[0].draft, low[0].max_drafts = high[0].draft, 4
     assert counts(gentle, low) == [0]  # what was known then was bad
     low[0].max_drafts = 4
+    gentle.candidate_budget(view(1), 4)
     assert counts(gentle, low) == [4]  # what is known now is good
 
 
@@ -103,13 +112,49 @@ def test_no_drafts_are_made_while_none_pay_and_some_again_when_the_load_changes(
     assert counts(policy, requests_with(*[[0.9] * 7] * 4)) == [0] * 4
     waits = [policy.candidate_budget(view(4), 7).max_rows_per_request for _ in range(PROBE_ROUNDS)]
     assert waits == [1] * (PROBE_ROUNDS - 1) + [8]  # tries again by itself
-    assert counts(policy, requests_with(*[[0.9] * 7] * 4)) == [0] * 4
+    probe = requests_with(*[[0.9] * 7] * 4)
+    assert sum(counts(policy, probe)) == 4  # a probe verifies, or nothing could be learnt from it
+    assert policy.candidate_budget(view(4), 7).max_rows_per_request == 8  # and is heard at once
+    assert counts(policy, probe) == [0] * 4
     assert policy.candidate_budget(view(4), 7).max_rows_per_request == 1
     assert policy.candidate_budget(view(3), 7).max_rows_per_request == 8  # or when some are done
 
 
-def table_for(llm: LLM, path: Path, table: CostTable) -> Path:
-    about = speculators.about(llm.engine.speculator.setup)
+def test_a_later_row_never_brings_an_earlier_one_in() -> None:
+    """A sampled tree in the order of its draws; row 4 hangs below row 3 and may know its token."""
+
+    def verified(last: float) -> list[int]:
+        tree, other = requests_with([0.9, 0.1, 0.5, last], [0.4, 0.3])
+        tree.draft = Draft([7] * 4, [0, 1, 0, 3], survival=[0.9, 0.1, 0.5, last])
+        share_out([tree, other], 3)
+        return [tree.max_drafts, other.max_drafts]
+
+    assert verified(0.45) == verified(0.01)
+
+
+def test_an_estimator_sees_the_chain_that_a_tree_was_lowered_to(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Capability(PlanKind.CHAIN, 64, takes_device_counts=False, reason="chains only")
+    monkeypatch.setattr(TorchAttention, "capability", lambda *_: kind)
+    llm = helpers.make_llm(qwen3, speculator="trie", adaptive="threshold:0.1")
+    estimator = llm.engine.speculator.estimator
+    assert estimator is not None
+    complete, seen = estimator.complete, []
+
+    def recorded(requests: Any, drafts: Any) -> Any:
+        seen.extend(draft for draft in drafts if draft is not None)
+        return complete(requests, drafts)
+
+    monkeypatch.setattr(estimator, "complete", recorded)
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(24)) == run(qwen3)[0]
+    assert seen and all(draft.parents is None for draft in seen)
+
+
+def table_for(llm: LLM, path: Path, table: CostTable, monkeypatch: pytest.MonkeyPatch) -> Path:
+    about = speculators.about(llm.engine.speculator.setup, "x")
+    about = {name: about[name] for name in ("model", "device", "dtype")}
+    monkeypatch.setattr(speculators, "about", lambda *_: about)
     CostTable(table.verify, table.draft, table.largest_tier, about).save(path)
     return path
 
@@ -121,7 +166,7 @@ def run(folder: Path, **options: Any) -> tuple[list[list[int]], LLM]:
 
 @pytest.mark.parametrize("speculator", ["ngram", "trie", "draft", "dspark", "dspark-tree"])
 def test_a_steep_table_means_plain_decoding_and_a_flat_one_verifies_all(
-    qwen3: Path, tmp_path: Path, speculator: str
+    qwen3: Path, tmp_path: Path, speculator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"speculator": speculator}
     if speculator == "draft":
@@ -129,10 +174,10 @@ def test_a_steep_table_means_plain_decoding_and_a_flat_one_verifies_all(
     elif "dspark" in speculator:
         options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
     want, plain = run(qwen3)
-    steep = table_for(plain, tmp_path / "steep.json", STEEP)
+    steep = table_for(plain, tmp_path / "steep.json", STEEP, monkeypatch)
     got, llm = run(qwen3, adaptive="auto", cost_table=str(steep), **options)
     assert got == want and llm.stats.verified == 0
-    flat = table_for(plain, tmp_path / "flat.json", FLAT)
+    flat = table_for(plain, tmp_path / "flat.json", FLAT, monkeypatch)
     got, llm = run(qwen3, adaptive="auto", cost_table=str(flat), **options)
     assert got == want and llm.stats.verified > 0
     _, off = run(qwen3, **options)
@@ -168,7 +213,7 @@ def test_a_schedule_verifies_n_times_k_drafts_at_every_step(
 @pytest.mark.parametrize("adaptive", ["schedule:[[1,9,2]]", "threshold:0.3", "auto"])
 @pytest.mark.parametrize("speculator", ["ngram", "trie", "draft", "dspark-tree"])
 def test_arrivals_aborts_and_preemptions_never_mix_requests_up(
-    qwen3: Path, tmp_path: Path, speculator: str, adaptive: str
+    qwen3: Path, tmp_path: Path, speculator: str, adaptive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = dict(zip(map(tuple, PROMPTS), run(qwen3)[0], strict=True))
     options: dict[str, Any] = {"speculator": speculator, "adaptive": adaptive, "page_size": 3}
@@ -177,7 +222,8 @@ def test_arrivals_aborts_and_preemptions_never_mix_requests_up(
     elif speculator == "dspark-tree":
         options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
     gentle = CostTable(((1, 10.0), (12, 14.0), (60, 60.0)), ((1, 1.0),), 0, {})
-    options["cost_table"] = str(table_for(run(qwen3)[1], tmp_path / "costs.json", gentle))
+    costs = table_for(run(qwen3)[1], tmp_path / "costs.json", gentle, monkeypatch)
+    options["cost_table"] = str(costs)
     engine = helpers.make_llm(
         qwen3, num_pages=40, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=24, **options
     ).engine
@@ -209,7 +255,7 @@ def test_an_estimator_learns_what_is_accepted() -> None:
 
     first = guess()
     assert first == sorted(first, reverse=True) and first[-1] > 0
-    plan = type("Plan", (), {"num_rows": torch.tensor([4])})
+    plan = type("Plan", (), {"row_counts": [4]})
     for _ in range(300):  # the first draft always survives, the second never
         (draft,) = estimator.complete([request], [Draft([5, 6, 7])])
         step = {"requests": [request], "drafts": [draft], "plan": plan, "path": [[0, 1]]}

@@ -30,6 +30,8 @@ def test_a_padded_batch_costs_its_tier() -> None:
 def test_above_the_largest_tier_costs_are_interpolated_between_points_above() -> None:
     own = table([(4, 10), (8, 20), (16, 30), (32, 62)], tier=8)
     assert costs(own, 8, 9, 16, 24, 32, 48) == [20, 30, 30, 46, 62, 94]
+    one_above = table([(4, 100), (8, 200), (32, 1000)], tier=8)
+    assert costs(one_above, 8, 9, 20, 32) == [200, 1000, 1000, 1000]  # never across the limit
 
 
 def test_past_the_last_point_the_last_slope_goes_on() -> None:
@@ -75,7 +77,7 @@ def random_case(seed: int) -> dict[str, Any]:
     ]
     return {
         "survival": rng.choice([0.0, 0.25, 0.5, 0.9, 1.0], size=int(rng.integers(0, 13))),
-        "table": table(verify, draft=float(rng.uniform(0, 10)), tier=int(rng.choice([0, 8, 40]))),
+        "table": table(verify, draft=float(rng.uniform(0, 10)), tier=int(rng.choice([0, *sizes]))),
         "num_requests": int(rng.integers(0, num_reqs + 1)),
         "num_other_rows": num_reqs,
     }
