@@ -75,9 +75,8 @@ class Tracer:
         if draft is None:
             return
         tokens = draft.tokens.tolist() if isinstance(draft.tokens, Tensor) else draft.tokens
-        parents = range(len(tokens)) if draft.parents is None else draft.parents
         lookahead: set[int] = set()
-        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+        for row, (token, parent) in enumerate(zip(tokens, draft.parent_rows, strict=True), start=1):
             if parent < 0 or parent in lookahead:
                 lookahead.add(row)
             fate = "lookahead" if row in lookahead else "rejected"

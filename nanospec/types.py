@@ -130,6 +130,19 @@ class Draft:
         """K."""
         return len(self.tokens)
 
+    @property
+    def parent_rows(self) -> Sequence[int]:
+        """`parents`, of a chain too."""
+        return range(len(self)) if self.parents is None else self.parents
+
+    @property
+    def depths(self) -> list[int]:
+        """How far from the root each row is; rows without a parent count as its children."""
+        found = [0]
+        for parent in self.parent_rows:
+            found.append(found[max(parent, 0)] + 1)
+        return found[1:]
+
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -57,6 +58,42 @@ class ForwardBatch:
 def slots_of(pages: Sequence[int], span: range, page_size: int) -> list[int]:
     """Return the slots of a request's tokens, by its pages."""
     return [pages[at // page_size] * page_size + at % page_size for at in span]
+
+
+def batch_of_spans(
+    spans: Sequence[range],
+    page_tables: Sequence[list[int]],
+    token_ids: Tensor,
+    *,
+    page_size: int,
+    is_full: bool = False,
+) -> ForwardBatch:
+    """Return a batch of rows at their own positions, whose hidden states alone are wanted.
+
+    Args:
+        spans: R, the positions of each segment; it sees all keys of its request up to its end.
+        page_tables: R, pages of each request.
+        token_ids: [T] int64, of all spans in order.
+        page_size: tokens per page.
+        is_full: whether the rows of a span see all of it.
+    """
+    device = token_ids.device
+    positions = torch.tensor([at for span in spans for at in span], dtype=torch.int64).to(device)
+    slots = [
+        slot
+        for span, pages in zip(spans, page_tables, strict=True)
+        for slot in slots_of(pages, span, page_size)
+    ]
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=torch.tensor(slots, dtype=torch.int64).to(device),
+        qo_lens=[len(span) for span in spans],
+        kv_lens=[span.stop for span in spans],
+        page_tables=list(page_tables),
+        logit_rows=positions[:0],
+        is_full=is_full,
+    )
 
 
 def _expect(condition: bool, what: str) -> None:

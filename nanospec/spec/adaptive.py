@@ -181,21 +181,12 @@ def share_out(requests: Sequence[Request], budget: int) -> None:
     survival = torch.zeros(len(requests), width)
     depth = torch.zeros(len(requests), width, dtype=torch.int64)
     for index, request in enumerate(requests):
-        if counts[index] > 0:
+        if request.draft is not None and counts[index] > 0:
             survival[index, : counts[index]] = torch.tensor(survival_of(request))
-            depth[index, : counts[index]] = torch.tensor(_depths(request))
+            depth[index, : counts[index]] = torch.tensor(request.draft.depths[: counts[index]])
     # A sampled tree keeps the order of its draws, in which survival may rise again. A later row
     # must not bring in an earlier one: whether a row is verified depends on rows before it alone.
     survival, depth = survival.cummin(dim=1).values, depth.cummax(dim=1).values
     admitted = admit(survival, depth, torch.tensor(counts), budget)
     for request, count in zip(requests, admitted.tolist(), strict=True):
         request.max_drafts = count
-
-
-def _depths(request: Request) -> list[int]:
-    assert request.draft is not None
-    depths = [0]
-    parents = request.draft.parents or range(len(request.draft))
-    for parent in list(parents)[: request.num_planned]:
-        depths.append(depths[max(parent, 0)] + 1)
-    return depths[1:]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanospec.attention.backend import AttentionBackend
-from nanospec.attention.batch import ForwardBatch, slots_of
+from nanospec.attention.batch import batch_of_spans
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.errors import ConfigError
@@ -111,20 +111,14 @@ class DraftModelSpeculator(Speculator):
     def _run(self, spans: Sequence[tuple[Request, range]], tokens: Tensor) -> Tensor:
         """Run tokens [T] of requests at their own positions; return hidden states [T, H]."""
         assert self._attention is not None, "start comes first"
-        device, size = self.setup.device, self._page_size
-        positions = torch.tensor([at for _, span in spans for at in span]).to(device)
-        slots = [slot for request, span in spans for slot in slots_of(request.pages, span, size)]
-        batch = ForwardBatch(
-            token_ids=tokens,
-            positions=positions,
-            slots=torch.tensor(slots).to(device),
-            qo_lens=[len(span) for _, span in spans],
-            kv_lens=[span.stop for _, span in spans],
-            page_tables=[request.pages for request, _ in spans],
-            logit_rows=positions[:0],
+        batch = batch_of_spans(
+            [span for _, span in spans],
+            [request.pages for request, _ in spans],
+            tokens,
+            page_size=self._page_size,
         )
         self._attention.begin(batch)
-        hidden: Tensor = self._decoder(tokens, positions, self._attention)[0]
+        hidden: Tensor = self._decoder(tokens, batch.positions, self._attention)[0]
         return hidden
 
 

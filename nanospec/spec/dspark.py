@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec.attention.backend import AttentionBackend
-from nanospec.attention.batch import ForwardBatch, slots_of
+from nanospec.attention.batch import batch_of_spans, slots_of
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.errors import ConfigError
@@ -163,34 +163,24 @@ class DSparkSpeculator(Speculator):
         Returns:
             Hidden states [n, max(lengths), H]; slots behind a block's own repeat its last one.
         """
-        device, size = self.setup.device, self._cache.page_size
-        mask = self._config.mask_token_id
+        device, mask = self.setup.device, self._config.mask_token_id
         starts = [len(request.tokens) - 1 for request in requests]
         for request, start in zip(requests, starts, strict=True):
             assert request.kv_len == start, "the context ends before the root"
-        spans = [
-            range(start, start + length) for start, length in zip(starts, lengths, strict=True)
-        ]
-        pairs = list(zip(requests, spans, strict=True))
         token_ids = [
             token
-            for request, span in pairs
-            for token in [request.tokens[-1]] + [mask] * (len(span) - 1)
+            for request, length in zip(requests, lengths, strict=True)
+            for token in [request.tokens[-1]] + [mask] * (length - 1)
         ]
-        slots = [slot for request, span in pairs for slot in slots_of(request.pages, span, size)]
-        positions = torch.tensor([at for span in spans for at in span]).to(device)
-        batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids).to(device),
-            positions=positions,
-            slots=torch.tensor(slots).to(device),
-            qo_lens=list(lengths),
-            kv_lens=[span.stop for span in spans],
-            page_tables=[request.pages for request in requests],
-            logit_rows=positions[:0],
+        batch = batch_of_spans(
+            [range(start, start + own) for start, own in zip(starts, lengths, strict=True)],
+            [request.pages for request in requests],
+            torch.tensor(token_ids).to(device),
+            page_size=self._cache.page_size,
             is_full=True,
         )
         self._attention.begin(batch)
-        hidden: Tensor = self._drafter(batch.token_ids, positions, self._attention)
+        hidden: Tensor = self._drafter(batch.token_ids, batch.positions, self._attention)
         width, first, rows = max(lengths), 0, []
         for length in lengths:
             rows.append([first + min(slot, length - 1) for slot in range(width)])

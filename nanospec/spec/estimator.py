@@ -49,8 +49,8 @@ class AcceptanceEstimator:
             features = self._features.pop(request, None)
             if draft is None or features is None:
                 continue
-            for row in range(1, count):
-                if _parent(draft, row) in path:
+            for row, parent in enumerate(draft.parent_rows[: count - 1], start=1):
+                if parent in path:
                     seen.append(features[row - 1])
                     labels.append(row in path)
         if seen:
@@ -69,10 +69,9 @@ class AcceptanceEstimator:
         features = _features(request, draft, top)
         kept = _sigmoid(features @ self._weights)
         survival: list[float] = []
-        for row in range(1, len(draft) + 1):
-            parent = _parent(draft, row)
+        for row, parent in enumerate(draft.parent_rows):
             above = survival[parent - 1] if parent > 0 else float(parent == 0)
-            survival.append(above * float(kept[row - 1]))
+            survival.append(above * float(kept[row]))
         order = list(range(len(draft)))
         if draft.probs is None:  # siblings that were drawn stay in the order of their draws
             order.sort(key=lambda row: -survival[row])  # parents stay before their children
@@ -96,20 +95,16 @@ def _reordered(draft: Draft, order: list[int]) -> Draft:
 
 def _features(request: Request, draft: Draft, top: Sequence[float] | None) -> np.ndarray:
     """Return [K, F]: depth, the request's past, the largest probability, the drafter's share."""
-    size = len(draft)
-    found = np.zeros((size, _DEPTHS + 3))
-    depths = [0]
-    for row in range(1, size + 1):
-        depths.append(depths[max(_parent(draft, row), 0)] + 1)
-        found[row - 1, min(depths[row], _DEPTHS) - 1] = 1.0
+    found = np.zeros((len(draft), _DEPTHS + 3))
+    for row, depth in enumerate(draft.depths):
+        found[row, min(depth, _DEPTHS) - 1] = 1.0
     found[:, _DEPTHS] = _log_odds(_past_rate(request))
     if top is not None:
         found[:, _DEPTHS + 1] = [_log_odds(each) for each in top]
     if draft.probs is None and draft.survival is not None:
-        for row in range(1, size + 1):
-            parent = _parent(draft, row)
+        for row, parent in enumerate(draft.parent_rows):
             above = draft.survival[parent - 1] if parent > 0 else 1.0
-            found[row - 1, _DEPTHS + 2] = _log_odds(draft.survival[row - 1] / max(above, 1e-9))
+            found[row, _DEPTHS + 2] = _log_odds(draft.survival[row] / max(above, 1e-9))
     return found
 
 
@@ -120,10 +115,6 @@ def _past_rate(request: Request) -> float:
         min(*pair) for pair in zip(stats.kept, stats.offered[1:], strict=False)
     )
     return (sum(stats.kept) + 2.0) / (tried + 3.0)
-
-
-def _parent(draft: Draft, row: int) -> int:
-    return row - 1 if draft.parents is None else int(draft.parents[row - 1])
 
 
 def _top_probs(drafts: Sequence[Draft | None]) -> list[list[float] | None]:
