@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="JSON lines to write, as rows are finished")
     add("--resume", action="store_true", help="go on with the rows that --output lacks")
     add("--json", action="store_true", help="print one JSON document")
-    add("--stats", action="store_true", help="print acceptance by depth to stderr")
+    add("--stats", action="store_true", help="print acceptance by depth, and what steps did")
     add(
         "--trace",
         nargs="?",
@@ -237,6 +237,8 @@ def _answer(
         print(request.text.take(), flush=True)
     if args.stats or not args.json:
         print(_summary(request.stats, table=args.stats), file=sys.stderr)
+    if args.stats:
+        print(llm.engine.step_stats.summary(), file=sys.stderr)
     return 0
 
 
@@ -269,9 +271,15 @@ def _answer_file(
             progress.update()
     total.seconds = time.perf_counter() - started
     if args.json:
-        document = {"stats": total.as_dict(), "outputs": [rows[index] for index in sorted(rows)]}
+        document = {
+            "stats": total.as_dict(),
+            "steps": llm.engine.step_stats.as_dict(),
+            "outputs": [rows[index] for index in sorted(rows)],
+        }
         print(json.dumps(document, ensure_ascii=False), flush=True)
     print(_summary(total, table=args.stats), file=sys.stderr)
+    if args.stats:
+        print(llm.engine.step_stats.summary(), file=sys.stderr)
     if failed:
         print(f"nanospec: {failed} rows ended early, see their field error", file=sys.stderr)
     return 1 if failed else 0

@@ -1,6 +1,6 @@
 """What rounds did, counted: per request, and added up."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -78,3 +78,67 @@ class Stats:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What the forwards of an engine did, counted: each serves all its requests at once."""
+
+    steps: int = 0
+    rows: int = 0  # run through the target: prompts, roots, drafts
+    padding: int = 0  # rows run beside them, to fill up a tier
+    budget: int = 0  # drafts verified
+    tiers: dict[int, int] = field(default_factory=dict)  # rows with padding: steps of that size
+    seconds: float = 0.0  # wall time
+    predicted_steps: int = 0  # those whose time a cost table predicted
+    predicted_seconds: float = 0.0  # of these, as predicted
+    measured_seconds: float = 0.0  # of these, as measured
+    missed_seconds: float = 0.0  # of these, how far apart the two were, added up
+
+    def count_step(
+        self, *, rows: int, tier: int, budget: int, seconds: float, predicted_us: float | None
+    ) -> None:
+        """Count a step.
+
+        Args:
+            rows: of the forward, without padding.
+            tier: with it.
+            budget: of the rows, those that are drafts.
+            seconds: wall time.
+            predicted_us: by a cost table, where there is one.
+        """
+        self.steps += 1
+        self.rows += rows
+        self.padding += tier - rows
+        self.budget += budget
+        self.tiers[tier] = self.tiers.get(tier, 0) + 1
+        self.seconds += seconds
+        if predicted_us is not None:
+            self.predicted_steps += 1
+            self.predicted_seconds += predicted_us / 1e6
+            self.measured_seconds += seconds
+            self.missed_seconds += abs(seconds - predicted_us / 1e6)
+
+    def summary(self) -> str:
+        """Return a line for people."""
+        steps = max(self.steps, 1)
+        text = (
+            f"{self.steps} steps of {self.rows / steps:.1f} rows on average, "
+            f"{self.budget / steps:.1f} of them drafts, and "
+            f"{self.padding / max(self.rows, 1):.1%} padding, {1e3 * self.seconds / steps:.2f} ms"
+        )
+        if self.predicted_steps:
+            predicted, measured = (
+                1e3 * each / self.predicted_steps
+                for each in (self.predicted_seconds, self.measured_seconds)
+            )
+            missed = self.missed_seconds / self.measured_seconds
+            text += (
+                f"; the {self.predicted_steps} with a prediction: {predicted:.2f} ms predicted, "
+                f"{measured:.2f} ms taken, {missed:.0%} apart"
+            )
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field, for JSON."""
+        return asdict(self) | {"tiers": dict(sorted(self.tiers.items()))}

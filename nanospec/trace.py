@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from torch import Tensor
-
 from nanospec.text import Tokenizer
-from nanospec.types import Draft, StepOutput
+from nanospec.types import Draft, StepOutput, as_list
 
 _COLOURS = {
     "accepted": "\033[32m",
@@ -44,15 +42,15 @@ class Tracer:
         self.out.flush()
 
     def _record(self, step: StepOutput) -> dict[str, Any]:
-        counts = step.plan.num_rows.tolist()
         return {
             "round": self.round,
             "rows": step.num_tokens,
-            "tier": step.num_tokens,  # eager rounds are not padded
-            "budget": sum(counts) - len(counts),
+            "tier": step.tier,
+            "budget": sum(step.counts) - len(step.counts),
+            "predicted_us": step.predicted_us,
             "kind": step.plan.kind.name.lower(),
             "requests": [
-                self._request(step, index, count - 1) for index, count in enumerate(counts)
+                self._request(step, index, count - 1) for index, count in enumerate(step.counts)
             ],
         }
 
@@ -74,7 +72,8 @@ class Tracer:
     ) -> Iterator[dict[str, Any]]:
         if draft is None:
             return
-        tokens = draft.tokens.tolist() if isinstance(draft.tokens, Tensor) else draft.tokens
+        tokens: list[int] = as_list(draft.tokens)
+        survival: list[float] = [] if draft.survival is None else as_list(draft.survival)
         lookahead: set[int] = set()
         for row, (token, parent) in enumerate(zip(tokens, draft.parent_rows, strict=True), start=1):
             if parent < 0 or parent in lookahead:
@@ -87,7 +86,7 @@ class Tracer:
                 "parent": parent,
                 "token": self._token(token),
                 "fate": fate if row <= verified else "not verified",
-                "survival": None if draft.survival is None else draft.survival[row - 1],
+                "survival": survival[row - 1] if survival else None,
             }
 
     def _token(self, token: int) -> dict[str, Any]:

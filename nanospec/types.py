@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -122,7 +122,7 @@ class Draft:
     tokens: Sequence[int] | Tensor  # [K]
     parents: Sequence[int] | None = None  # [K] row numbers, each below its own; None: a chain
     probs: Tensor | None = None  # [K, V] fp32
-    survival: Sequence[float] | None = None  # [K] P(this token and its ancestors are accepted)
+    survival: Sequence[float] | Tensor | None = None  # [K] P(it and its ancestors are accepted)
     positions: Sequence[int] | None = None  # [K] counted from the root's; None: the depths
     visibility: Sequence[Sequence[bool]] | None = None  # [M, M], lower triangle; None: ancestors
 
@@ -142,6 +142,14 @@ class Draft:
         for parent in self.parent_rows:
             found.append(found[max(parent, 0)] + 1)
         return found[1:]
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
+    """Return a field of a draft on the host; synchronises for a tensor on a GPU."""
+    return values.tolist() if isinstance(values, Tensor) else list(values)
 
 
 @dataclass(slots=True, eq=False)
@@ -286,6 +294,7 @@ class StepOutput:
     requests: list[Request]  # [R], those that sampled
     drafts: list[Draft | None]  # [R], of which the plan verified a part
     plan: VerifyPlan
+    counts: list[int]  # [R] rows of each in the plan, root included
     emitted: list[list[int]]  # [R] tokens kept, none after a stop
     reasons: list[FinishReason | None]  # [R] why each request ends with this round, if it does
     path: list[list[int]]  # [R] rows of the accepted path, the root first, before stops
@@ -294,6 +303,8 @@ class StepOutput:
     logits: Tensor  # [N, V] of the packed rows
     rows: PackedRows  # of the plan, perhaps without unused rows
     num_tokens: int  # rows of the whole forward
+    tier: int  # rows that were run, padding included
+    predicted_us: float | None  # what the round should take, where costs are known
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 from nanospec import LLM, SamplingParams
 from nanospec.models.dspark import CALIBRATION
 from nanospec.models.loader import resolve_model
-from nanospec.types import StepOutput
+from nanospec.types import StepOutput, as_list
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from provenance import provenance
@@ -72,9 +72,8 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
     size = llm.engine.speculator.effective.max_rows - 1
 
     def observe(step: StepOutput) -> None:
-        counts = step.plan.num_rows.tolist()
         for request, draft, count, path, emitted in zip(
-            step.requests, step.drafts, counts, step.path, step.emitted, strict=True
+            step.requests, step.drafts, step.counts, step.path, step.emitted, strict=True
         ):
             if draft is None:
                 continue
@@ -83,7 +82,7 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
             offered, accepted = count - 1, len(path) - 1  # the rows may not have sufficed for all
             if len(emitted) <= accepted:  # what a stop cut off does not count
                 offered = accepted = len(emitted)
-            alive = torch.tensor([1.0, *draft.survival], dtype=torch.float64)
+            alive = torch.tensor([1.0, *as_list(draft.survival)], dtype=torch.float64)
             kept = (alive[1:] / alive[:-1].clamp(min=1e-30)).clamp(1e-8, 1 - 1e-7)
             logits = kept.logit().tolist()
             rows.append(

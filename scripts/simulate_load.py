@@ -69,8 +69,9 @@ def policies(table: CostTable, width: int) -> dict[str, Policy]:
         count = len(now)
         budget = choose_budget(earlier.flatten(), table, num_requests=count, num_other_rows=count)
         depth = torch.arange(1, width + 1).expand(count, -1)
-        counts = admit(torch.tensor(now), depth, torch.full((count,), width), budget)
-        return np.array(counts.tolist())
+        lengths = torch.full((count,), width)
+        admitted = admit(torch.tensor(now), depth, lengths, torch.tensor(budget))
+        return np.array(admitted.counts.tolist())
 
     named = {"none": fixed(0)} | {f"K={length}": fixed(length) for length in range(1, width + 1)}
     return named | {"adaptive": adaptive}

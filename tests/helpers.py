@@ -353,7 +353,7 @@ class ScriptedRunner:
         """See `ModelRunner.run`."""
         following = self._script[batch.positions[batch.logit_rows] + 1]
         logits = torch.full((len(following), self._vocab_size), -4.0)
-        return TargetOutput(logits.scatter(1, following[:, None], 4.0), [])
+        return TargetOutput(logits.scatter(1, following[:, None], 4.0), [], batch.num_tokens)
 
 
 def new_cache(num_pages: int = 64, page_size: int = 4, **options: Any) -> PagedKVCache:

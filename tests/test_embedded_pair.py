@@ -85,12 +85,13 @@ def test_the_default_command_answers_at_once_and_offline() -> None:
 
 
 @pytest.mark.gpu
-def test_it_runs_on_a_gpu() -> None:
-    llm = LLM(device="cuda", kv_cache_gib=0.1, max_model_len=512)
+@pytest.mark.parametrize("adaptive", ["off", "schedule:[[1,256,4]]", "threshold:0.3"])
+def test_it_runs_on_a_gpu(adaptive: str) -> None:
+    llm = LLM(device="cuda", kv_cache_gib=0.1, max_model_len=512, adaptive=adaptive)
     assert llm.engine.device == torch.device("cuda", torch.cuda.current_device())
     outputs = llm.chat(CHATS[:40], PARAMS)
     right = [
         number(output.outputs[0].text) == number(own["answer"])
         for output, own in zip(outputs, PROBLEMS, strict=False)
     ]
-    assert sum(right) >= 36 and llm.stats.acceptance_length > 4.5
+    assert sum(right) >= 36 and llm.stats.acceptance_length > (4.5 if adaptive == "off" else 3.5)

@@ -1,6 +1,8 @@
 """Counts add up, and what a stop cut off is nowhere in them."""
 
-from nanospec.stats import Stats
+import pytest
+
+from nanospec.stats import Stats, StepStats
 
 
 def test_rounds_count_what_was_offered_and_kept_by_depth() -> None:
@@ -29,3 +31,17 @@ def test_stats_add_up_to_the_longer_depth() -> None:
         total.add(own)
     assert (total.tokens, total.rounds, total.seconds) == (4, 2, 3.0)
     assert (total.offered, total.kept) == ([2, 1, 1], [2, 1, 1])
+
+
+def test_steps_are_counted_with_their_padding_and_predictions() -> None:
+    stats = StepStats()
+    stats.count_step(rows=17, tier=18, budget=13, seconds=2e-3, predicted_us=None)
+    stats.count_step(rows=18, tier=18, budget=14, seconds=3e-3, predicted_us=2e3)
+    stats.count_step(rows=4, tier=4, budget=0, seconds=1e-3, predicted_us=2e3)
+    found = stats.as_dict()
+    assert (found["steps"], found["rows"], found["padding"], found["budget"]) == (3, 39, 1, 27)
+    assert found["tiers"] == {4: 1, 18: 2}
+    assert found["predicted_steps"] == 2
+    for name, want in (("predicted", 4e-3), ("measured", 4e-3), ("missed", 2e-3)):
+        assert found[f"{name}_seconds"] == pytest.approx(want)
+    assert "2.6% padding" in stats.summary() and "50% apart" in stats.summary()

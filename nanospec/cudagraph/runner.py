@@ -34,6 +34,7 @@ class TargetOutput:
 
     logits: Tensor  # [N, V], of the batch's logit rows
     features: list[Tensor]  # [T, H] per tap
+    tier: int  # rows that were run, padding included
 
 
 class ModelRunner(Protocol):
@@ -58,4 +59,5 @@ class EagerRunner:
         hidden, features = self._target(
             batch.token_ids, batch.positions, self._attention, self._taps
         )
-        return TargetOutput(self._target.logits(hidden[batch.logit_rows]), features)
+        logits = self._target.logits(hidden[batch.logit_rows])
+        return TargetOutput(logits, features, tier=batch.num_tokens)

@@ -29,7 +29,7 @@ from nanospec.spec.speculator import (
     layer_capabilities,
     resolve_kernels,
 )
-from nanospec.stats import Stats
+from nanospec.stats import StepStats, Stats
 from nanospec.text import TextStream, Tokenizer
 from nanospec.types import Request, SamplingParams, StepOutput
 
@@ -69,6 +69,7 @@ class Engine:
             SpeculatorSetup(config, self.model_config, decoder.dtype, self.device, decoder)
         )
         self.stats = Stats()  # of all requests that ended; seconds are those spent in `step`
+        self.step_stats = StepStats()
         self.observers: list[Callable[[StepOutput], None]] = []  # see what each round did
         self._ctx = self._round_context(config, decoder)
         self.scheduler = self._ctx.scheduler
@@ -144,12 +145,22 @@ class Engine:
         """Run one round and return the requests that got tokens; finished ones are marked."""
         started = time.perf_counter()
         segments = self.scheduler.schedule()
-        advanced = speculative_round(self._ctx, segments) if segments else []
-        for request in advanced:
+        if not segments:
+            return []
+        done = speculative_round(self._ctx, segments)
+        for request in done.requests:
             if request.is_finished:
                 self.stats.add(request.stats)
-        self.stats.seconds += time.perf_counter() - started
-        return advanced
+        seconds = time.perf_counter() - started
+        self.stats.seconds += seconds
+        self.step_stats.count_step(
+            rows=done.num_tokens,
+            tier=done.tier,
+            budget=sum(done.counts) - len(done.requests),
+            seconds=seconds,
+            predicted_us=done.predicted_us,
+        )
+        return done.requests
 
     def _round_context(self, config: EngineConfig, decoder: Decoder) -> RoundContext:
         """Allocate caches, pick kernels, and let the speculator adapt to them."""

@@ -4,8 +4,8 @@ Seven steps, each a call into one file: plan what to verify, pack it, run the ta
 commit, observe, propose. Ordinary decoding is the speculator that proposes nothing; a chunk of a
 prompt is a run of rows that are all accepted.
 
-Host synchronisations per round, in order: `plan` reads each draft whose tokens live on a GPU;
-`pack` reads the row counts where they live there alone; copies of small lists to the device (rows,
+Host synchronisations per round, in order: `admit` reads how many drafts of each request are
+verified, where survivals live on a GPU; `plan` reads each draft whose tokens live there; `pack` reads the row counts where they live there alone; copies of small lists to the device (rows,
 page tables, sampling parameters) wait for the work before them; `_read` reads accepted paths and
 tokens.
 """
@@ -50,11 +50,11 @@ class RoundContext:
     observers: Sequence[Callable[[StepOutput], None]] = ()  # see every round, change nothing
 
 
-def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Request]:
+def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> StepOutput:
     """Advance every request by its chunk, or by 1 to 1 + `max_draft_len` tokens.
 
     Returns:
-        The requests that got tokens; those that ended are marked and hold no pages.
+        What was done. Its requests got tokens; those that ended are marked and hold no pages.
 
     Raises:
         PlanError: the speculator's plan is malformed; nothing was changed.
@@ -63,7 +63,7 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
     requests.sort(key=_needs_mask)  # so that the others stay on the causal kernel
     chunks = _chunks(segments)
     num_other_rows = sum(segment.num_rows for segment in segments)
-    ctx.speculator.admit(requests, num_other_rows)  # how much of what was drafted
+    predicted_us = ctx.speculator.admit(requests, num_other_rows)  # how much of what was drafted
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
     step = pack(  # where it goes
@@ -78,7 +78,7 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
     result = ctx.speculator.accept(plan, output, requests, step.rows)  # what survives
     if result is None:
         result = accept(plan, output.logits, requests, step.rows)
-    done = _commit(ctx, requests, chunks, step, result, plan, output)  # make it last
+    done = _commit(ctx, requests, chunks, step, result, plan, output, predicted_us)  # make it last
     try:
         if ctx.speculator.estimator is not None:
             ctx.speculator.estimator.observe(done)
@@ -90,7 +90,7 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> list[Re
             if reason is not None:
                 ctx.scheduler.finish(request, reason)
     _propose(ctx, requests)  # guess again
-    return requests
+    return done
 
 
 def _needs_mask(request: Request) -> bool:
@@ -129,6 +129,7 @@ def _commit(
     result: AcceptResult,
     plan: VerifyPlan,
     output: TargetOutput,
+    predicted_us: float | None,
 ) -> StepOutput:
     """Make the accepted paths part of their requests: cache, tokens, text, counters, pages."""
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
@@ -162,6 +163,7 @@ def _commit(
         requests=requests,
         drafts=[request.draft for request in requests],
         plan=plan,
+        counts=step.counts,
         emitted=emitted,
         reasons=reasons,
         path=path,
@@ -170,6 +172,8 @@ def _commit(
         logits=output.logits,
         rows=step.rows,
         num_tokens=step.batch.num_tokens,
+        tier=output.tier,
+        predicted_us=predicted_us,
     )
     for request in requests:
         request.draft = None

@@ -120,30 +120,57 @@ def choose_budget(
     """
     if num_requests == 0:
         return 0
-    ranked = np.sort(survival)[::-1]
+    # In float32 many small survivals would vanish beside the sum of the large ones.
+    ranked = np.sort(survival.astype(np.float64))[::-1]
     expected = num_requests + np.concatenate(([0.0], np.cumsum(ranked)))
     cost = table.verify_us(num_other_rows + np.arange(len(expected)))
     cost[1:] += table.draft_us(num_requests)
     return int((expected / cost).argmax())
 
 
-def admit(survival: Tensor, depth: Tensor, num_drafts: Tensor, budget: int) -> Tensor:
-    """Split a budget: how many leading drafts of each request are verified, [R] int64.
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How a budget was split over R requests, and where their rows are; all on the device."""
+
+    counts: Tensor  # [R] int64, leading drafts of each request that are verified
+    logit_offsets: Tensor  # [R + 1] int64, where each request's rows start among all roots, drafts
+    row_offsets: Tensor  # [R + 1] int64, where they start in the batch, behind the chunks
+
+
+def admit(
+    survival: Tensor, depth: Tensor, num_drafts: Tensor, budget: Tensor, num_chunk_rows: int = 0
+) -> Admission:
+    """Split a budget over requests. Does not synchronise.
 
     All drafts are ranked by survival, then depth, then request, then place; the first `budget` are
     admitted. Token values never decide. Along a draft survival must not rise: then what is admitted
     of it is its leading part, up to equal survivals.
 
     Args:
-        survival: [R, K] fp32.
-        depth: [R, K] int64.
+        survival: [R, K] fp32, 0 or more.
+        depth: [R, K] int64, below 128.
         num_drafts: [R] int64, drafts of each request; what is behind them is not there.
-        budget: at most so many.
+        budget: [] int64, at most so many.
+        num_chunk_rows: rows of the batch before the first root.
     """
-    num_reqs, width = survival.shape
+    if survival.is_cuda and survival.numel() > 0:
+        # Imported here: Triton takes long to import and a CPU needs none.
+        from nanospec.spec import budget_triton
+
+        return Admission(*budget_triton.admit(survival, depth, num_drafts, budget, num_chunk_rows))
+    return admit_reference(survival, depth, num_drafts, budget, num_chunk_rows)
+
+
+def admit_reference(
+    survival: Tensor, depth: Tensor, num_drafts: Tensor, budget: Tensor, num_chunk_rows: int = 0
+) -> Admission:
+    """See `admit`."""
+    width = survival.shape[1]
     is_there = torch.arange(width, device=survival.device) < num_drafts[:, None]
     by_depth = depth.flatten().sort(stable=True).indices
     keys = torch.where(is_there, survival, -1.0).flatten()[by_depth]
-    order = by_depth[keys.sort(descending=True, stable=True).indices[:budget]]
-    taken = torch.zeros(num_reqs * width, dtype=torch.int64, device=survival.device)
-    return (taken.index_fill_(0, order, 1).view(num_reqs, width) * is_there).sum(dim=1)
+    order = by_depth[keys.sort(descending=True, stable=True).indices]
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = ((rank.view_as(survival) < budget) & is_there).sum(dim=1)
+    offsets = torch.nn.functional.pad((1 + counts).cumsum(0), (1, 0))
+    return Admission(counts, offsets, offsets + num_chunk_rows)

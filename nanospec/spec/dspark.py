@@ -132,7 +132,7 @@ class DSparkSpeculator(Speculator):
             Draft(
                 tokens=own[:length],
                 probs=None if q is None else q[index, :length],
-                survival=None if survival is None else survival[index][:length],
+                survival=None if survival is None else survival[index, :length],
             )
             for index, (own, length) in enumerate(
                 zip(torch.stack(drawn, dim=1).tolist(), lengths, strict=True)
@@ -141,8 +141,10 @@ class DSparkSpeculator(Speculator):
 
     def _survival(
         self, requests: Sequence[Request], confidences: Sequence[Tensor]
-    ) -> list[list[float]] | None:
+    ) -> Tensor | None:
         """Return how probably each draft and all before it are accepted, from confidence logits.
+
+        [n, slots] fp32, on the device.
 
         The confidence of a slot does not know the token drawn there, so neither does the survival.
         """
@@ -154,8 +156,7 @@ class DSparkSpeculator(Speculator):
         ).to(logits.device)
         temperature, offset = self.calibration[regime, : logits.shape[1]].unbind(-1)
         scaled = logits / temperature + offset
-        survival: list[list[float]] = scaled.sigmoid().cumprod(dim=1).tolist()
-        return survival
+        return scaled.sigmoid().cumprod(dim=1)
 
     def _run_blocks(self, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
         """Run a block of so many slots for each request.

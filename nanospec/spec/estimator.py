@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nanospec.types import Draft, Request, StepOutput
+from nanospec.types import Draft, Request, StepOutput, as_list
 
 _DEPTHS = 16  # deeper ones count as this deep
 _RATE = 0.3  # of learning, before AdaGrad's division
@@ -42,9 +42,8 @@ class AcceptanceEstimator:
     def observe(self, step: StepOutput) -> None:
         """Learn from the verified drafts whose parents were accepted."""
         seen, labels = [], []
-        counts = step.plan.row_counts or step.plan.num_rows.tolist()
         for request, draft, count, path in zip(
-            step.requests, step.drafts, counts, step.path, strict=True
+            step.requests, step.drafts, step.counts, step.path, strict=True
         ):
             features = self._features.pop(request, None)
             if draft is None or features is None:
@@ -82,14 +81,15 @@ class AcceptanceEstimator:
 def _reordered(draft: Draft, order: list[int]) -> Draft:
     """Return the rows of a draft without probs in another order, parents first in it too."""
     assert draft.survival is not None
+    survival: list[float] = as_list(draft.survival)
     if draft.parents is None or order == list(range(len(draft))):
         return draft
     place = {0: 0, -1: -1} | {old + 1: new + 1 for new, old in enumerate(order)}
-    tokens = draft.tokens.tolist() if isinstance(draft.tokens, torch.Tensor) else draft.tokens
+    tokens: list[int] = as_list(draft.tokens)
     return Draft(
         tokens=[tokens[row] for row in order],
         parents=[place[draft.parents[row]] for row in order],
-        survival=[draft.survival[row] for row in order],
+        survival=[survival[row] for row in order],
     )
 
 
@@ -102,9 +102,10 @@ def _features(request: Request, draft: Draft, top: Sequence[float] | None) -> np
     if top is not None:
         found[:, _DEPTHS + 1] = [_log_odds(each) for each in top]
     if draft.probs is None and draft.survival is not None:
+        survival: list[float] = as_list(draft.survival)
         for row, parent in enumerate(draft.parent_rows):
-            above = draft.survival[parent - 1] if parent > 0 else 1.0
-            found[row, _DEPTHS + 2] = _log_odds(draft.survival[row] / max(above, 1e-9))
+            above = survival[parent - 1] if parent > 0 else 1.0
+            found[row, _DEPTHS + 2] = _log_odds(survival[row] / max(above, 1e-9))
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec.errors import PlanError
-from nanospec.types import Draft, PlanKind, Request, Resources, VerifyPlan
+from nanospec.types import Draft, PlanKind, Request, Resources, VerifyPlan, as_list
 
 NOBODY = -1  # parent of the root, and of rows that are computed but never accepted
 
@@ -126,7 +126,8 @@ def first_path(draft: Draft) -> Draft:
     parents = draft.parents
     if parents is None:
         return draft
-    tokens = _as_list(draft.tokens)
+    tokens: list[int] = as_list(draft.tokens)
+    survival: list[float] = [] if draft.survival is None else as_list(draft.survival)
     path: list[int] = []
     for row, parent in enumerate(parents, start=1):
         if parent == (path[-1] if path else 0):
@@ -135,7 +136,7 @@ def first_path(draft: Draft) -> Draft:
     return Draft(
         tokens=[tokens[index] for index in kept],
         probs=None if draft.probs is None else draft.probs[kept],
-        survival=None if draft.survival is None else [draft.survival[index] for index in kept],
+        survival=[survival[index] for index in kept] if survival else None,
     )
 
 
@@ -148,7 +149,7 @@ def _rows(request: Request, draft: Draft | None, count: int, vocab_size: int) ->
     parents = range(count) if draft.parents is None else draft.parents
     from_root = [True]
     for row, (token, parent) in enumerate(
-        zip(_as_list(draft.tokens)[:count], parents, strict=False), start=1
+        zip(as_list(draft.tokens)[:count], parents, strict=False), start=1
     ):
         if not 0 <= token < vocab_size:
             raise _error(request, row, f"token {token} is not in the vocabulary of {vocab_size}")
@@ -219,11 +220,6 @@ def _check_resources(request: Request, rows: _Rows, resources: Resources) -> Non
 
 def _error(request: Request, row: int, what: str) -> PlanError:
     return PlanError(f"malformed plan: request {request.request_id}, row {row}: {what}")
-
-
-def _as_list(tokens: Sequence[int] | Tensor) -> list[int]:
-    # Synchronises for tokens on a GPU.
-    return tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
 
 
 def _padded(rows: list[list[int]], width: int, device: torch.device) -> Tensor:

@@ -146,13 +146,16 @@ class Speculator(ABC):
         """Return how many drafts may be made for the next round; default: the policy's word."""
         return self.policy.candidate_budget(view, self.effective.max_rows - 1)
 
-    def admit(self, requests: Sequence[Request], num_other_rows: int) -> None:
+    def admit(self, requests: Sequence[Request], num_other_rows: int) -> float | None:
         """Lower `max_drafts` of requests to what this round verifies; default: the policy's word.
 
         For sampled drafts judged by rejection this may depend on the tokens before a draft, never
         on the draft itself or a later one.
+
+        Returns:
+            Microseconds that the round should take, where that is known.
         """
-        self.policy.admit(requests, num_other_rows)
+        return self.policy.admit(requests, num_other_rows)
 
     def plan(self, requests: Sequence[Request]) -> VerifyPlan:
         """Choose what to verify of the requests' drafts: the roots and the first drafts of each.

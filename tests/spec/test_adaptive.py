@@ -255,10 +255,9 @@ def test_an_estimator_learns_what_is_accepted() -> None:
 
     first = guess()
     assert first == sorted(first, reverse=True) and first[-1] > 0
-    plan = type("Plan", (), {"row_counts": [4]})
     for _ in range(300):  # the first draft always survives, the second never
         (draft,) = estimator.complete([request], [Draft([5, 6, 7])])
-        step = {"requests": [request], "drafts": [draft], "plan": plan, "path": [[0, 1]]}
+        step = {"requests": [request], "drafts": [draft], "counts": [4], "path": [[0, 1]]}
         estimator.observe(type("Step", (), step))  # type: ignore[arg-type]
     last = guess()
     assert last[0] > 0.9 and last[1] < 0.15 and last[2] <= last[1]

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nanospec.errors import ConfigError
-from nanospec.spec.budget import CostTable, admit, choose_budget
+from nanospec.spec.budget import CostTable, admit, admit_reference, choose_budget
 
 ABOUT = {"model": "m", "device": "d"}
 
@@ -107,24 +108,96 @@ def test_a_steep_table_asks_for_nothing_and_a_flat_one_for_everything() -> None:
     assert choose_budget(survival, table([(1, 10.0)]), **options) == 12
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_the_split_is_the_first_of_the_ranking(seed: int) -> None:
+def split_case(seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return survival, depth [R, K], lengths [R] and a budget; many survivals are equal."""
     rng = np.random.default_rng(seed)
     num_reqs, width = int(rng.integers(1, 6)), int(rng.integers(0, 8))
     steps = rng.choice([1.0, 1.0, 0.5, 0.8], size=(num_reqs, width))
     survival = torch.tensor(steps.cumprod(axis=1), dtype=torch.float32).view(num_reqs, width)
-    lengths = torch.tensor(rng.integers(0, width + 1, num_reqs))
-    budget = int(rng.integers(0, num_reqs * width + 3))
-    depth = torch.arange(1, width + 1).expand(num_reqs, -1)
+    depth = torch.arange(1, width + 1).expand(num_reqs, -1).contiguous()
     if seed % 2:  # trees: siblings share a depth
         depth = torch.tensor(rng.integers(1, 4, size=(num_reqs, width))).view(num_reqs, width)
+    lengths = torch.tensor(rng.integers(0, width + 1, num_reqs))
+    return survival, depth, lengths, int(rng.integers(0, num_reqs * width + 3))
+
+
+def test_a_small_survival_counts_beside_large_ones() -> None:
+    survival = np.array([1.0] * 64 + [1e-9], dtype=np.float32)
+    assert choose_budget(survival, table([(1, 10.0)]), num_requests=64, num_other_rows=64) == 65
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_split_is_the_first_of_the_ranking(seed: int) -> None:
+    survival, depth, lengths, budget = split_case(seed)
     slots = [
         (-float(survival[r, k]), int(depth[r, k]), r, k)
-        for r, k in itertools.product(range(num_reqs), range(width))
+        for r, k in itertools.product(*map(range, survival.shape))
         if k < lengths[r]
     ]
-    want = [0] * num_reqs
+    want = [0] * len(survival)
     for _, _, request, _ in sorted(slots)[:budget]:
         want[request] += 1
-    found = admit(survival, depth, lengths, budget)
-    assert found.tolist() == want and int(found.sum()) == min(budget, len(slots))
+    found = admit(survival, depth, lengths, torch.tensor(budget), 5)
+    assert found.counts.tolist() == want and sum(want) == min(budget, len(slots))
+    starts = [0, *itertools.accumulate(1 + count for count in want)]
+    assert found.logit_offsets.tolist() == starts
+    assert found.row_offsets.tolist() == [5 + start for start in starts]
+
+
+def check_kernel(
+    survival: Tensor, depth: Tensor, lengths: Tensor, budget: int, device: torch.device
+) -> None:
+    from nanospec.spec import budget_triton
+
+    case = [each.to(device) for each in (survival, depth, lengths, torch.tensor(budget))]
+    want = admit_reference(*case, num_chunk_rows=3)
+    found = budget_triton.admit(*case, num_chunk_rows=3)
+    fields = (want.counts, want.logit_offsets, want.row_offsets)
+    for got, expected in zip(found, fields, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_kernel_splits_as_the_reference(seed: int, device: torch.device) -> None:
+    survival, *rest = split_case(seed)
+    if survival.numel() > 0:
+        check_kernel(survival, *rest, device)
+
+
+@pytest.mark.parametrize(("num_reqs", "width"), [(256, 16), (37, 63), (1, 1), (3, 5)])
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_the_kernel_splits_a_full_batch(
+    num_reqs: int, width: int, has_ties: bool, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(num_reqs)
+    steps = torch.rand(num_reqs, width, generator=generator) ** 0.2
+    survival = ((steps * 4).round() / 4 if has_ties else steps).cumprod(dim=1)
+    lengths = torch.randint(0, width + 1, (num_reqs,), generator=generator)
+    depth = torch.arange(1, width + 1).expand(num_reqs, -1).contiguous()
+    total = int(lengths.sum())
+    for budget in (0, 1, total // 3, total - 1, total, total + 7):
+        check_kernel(survival, depth, lengths, budget, device)
+
+
+@pytest.mark.gpu
+def test_a_full_batch_is_split_in_under_40_us(device: torch.device) -> None:
+    """256 requests of 16 drafts, in a graph; as the clock of the GPU sees it."""
+    survival = (torch.rand(256, 16, device=device) ** 0.2).cumprod(dim=1)
+    depth = torch.arange(1, 17, device=device).expand(256, -1).contiguous()
+    lengths = torch.full((256,), 16, device=device)
+    budget = torch.tensor(1500, device=device)
+    for spread, name in ((survival, "distinct"), ((survival * 4).round() / 4, "ties")):
+        admit(spread, depth, lengths, budget)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                admit(spread, depth, lengths, budget)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        micros = start.elapsed_time(end) * 1e3 / 20
+        print(f"admit, {name}: {micros:.1f} us")
+        assert micros < 40

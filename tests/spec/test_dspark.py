@@ -246,7 +246,7 @@ def test_every_block_of_a_ragged_batch_equals_the_dense_equations(
             assert block.confidence is not None
             confidence = dense.confidence(hidden, block.before)
             torch.testing.assert_close(block.confidence.double(), confidence, **CLOSE)
-            survival = torch.tensor(block.draft.survival, dtype=torch.float64)
+            survival = torch.as_tensor(block.draft.survival, dtype=torch.float64)
             torch.testing.assert_close(survival, confidence.sigmoid().cumprod(0), **CLOSE)
         else:
             assert block.confidence is None and block.draft.survival is None
@@ -437,7 +437,7 @@ def test_calibration_scales_the_confidence_of_each_slot_by_regime(
         by = torch.tensor(cold if block.request.params.is_greedy else warm)[: len(block.draft)]
         assert block.confidence is not None
         want = (block.confidence / by[:, 0] + by[:, 1]).sigmoid().cumprod(dim=0)
-        torch.testing.assert_close(torch.tensor(block.draft.survival), want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.as_tensor(block.draft.survival), want, rtol=0, atol=1e-6)
     assert {block.request.params.is_greedy for block in record.blocks} == {True, False}
 
 
