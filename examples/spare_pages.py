@@ -3,7 +3,7 @@
 Drafts hold pages that a running request may need for its next token. Free pages, and those that are
 held for drafts alone, are enough as long as every running request could take two more of them.
 
-    python -m nanospec.generate --speculator examples.spare_pages:SparePagesSpeculator --model MODEL ..
+    python -m nanospec.generate --speculator examples.spare_pages:SparePagesSpeculator --model ..
 """
 
 from nanospec.spec.ngram import NgramSpeculator

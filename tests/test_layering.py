@@ -16,6 +16,7 @@ LAYERS = [
     "template",
     "text",
     "types",
+    "calibration",
     "config",
     "attention",
     "models",

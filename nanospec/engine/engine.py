@@ -29,7 +29,7 @@ from nanospec.spec.speculator import (
     layer_capabilities,
     resolve_kernels,
 )
-from nanospec.stats import StepStats, Stats
+from nanospec.stats import Stats, StepStats
 from nanospec.text import TextStream, Tokenizer
 from nanospec.types import Request, SamplingParams, StepOutput
 

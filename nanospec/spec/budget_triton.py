@@ -14,7 +14,7 @@ def _kth(keys, there, count, STEPS: tl.constexpr):
     found = tl.zeros((), tl.int64)
     left = count
     for step in tl.static_range(STEPS):
-        shift: tl.constexpr = 2 * (STEPS - 1 - step)
+        shift = 2 * (STEPS - 1 - step)
         agrees = there & ((keys >> (shift + 2)) == (found >> (shift + 2)))
         digit = (keys >> shift) & 3
         one = tl.where(digit == 3, 1, tl.where(digit == 2, 1 << 21, 1 << 42)).to(tl.int64)

@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import acceptance_study
 import calibrate_confidence
 import pytest
 import torch
-from acceptance_study import acceptance, final_number
 from calibrate_confidence import (
     Rounds,
     calibration_error,
@@ -19,28 +17,10 @@ from calibrate_confidence import (
 )
 
 from nanospec.models.dspark import CALIBRATION, DSparkConfig
+from nanospec.types import as_list
 from tests import helpers
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "A"
-
-
-@pytest.fixture
-def drafter(tmp_path: Path) -> Path:
-    """The golden drafter in a folder of its own."""
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((GOLDEN / name).read_bytes())
-    return folder
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    """A file of token ids."""
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": list(range(start, start + 9)), "answer": "#### 1"} for start in range(3, 13)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
 
 
 def simulated(count: int, true: torch.Tensor, seed: int) -> Rounds:
@@ -109,7 +89,9 @@ def test_stored_scalings_are_applied_at_load_but_not_when_fitting(drafter: Path)
     llm = helpers.make_llm(GOLDEN / "target", **options)
     served: list[list[float]] = []
     llm.engine.observers.append(
-        lambda step: served.extend(list(d.survival or []) for d in step.drafts if d is not None)
+        lambda step: served.extend(
+            as_list(d.survival) for d in step.drafts if d and d.survival is not None
+        )
     )
     llm.generate(prompts, helpers.greedy(20))
     want = raw.survival(torch.tensor(half))
@@ -127,60 +109,15 @@ def test_the_script_writes_the_calibration_and_prints_it(
     assert {name: own["scaling"] for name, own in printed["calibration"].items()} == stored
 
 
-def test_the_study_measures_every_speculator_and_rule(drafter: Path) -> None:
-    found = acceptance(
-        str(GOLDEN / "target"),
-        str(drafter),
-        [list(range(3, 16)), list(range(20, 29))],
-        speculators=[("dspark", 7), ("dspark-tree", 12)],
-        temperatures=[0.0, 1.0],
-        max_tokens=16,
-        device="cpu",
-    )
-    cases = [(row["speculator"], row["temperature"], row["acceptance"]) for row in found]
-    assert cases == [
-        ("dspark", 1.0, "rejection"),
-        ("dspark", 0.0, "equal tokens"),
-        ("dspark", 1.0, "shared-noise"),
-        ("dspark-tree", 0.0, "equal tokens"),
-        ("dspark-tree", 1.0, "shared-noise"),
-    ]
-    assert all(row["length"] >= 1 and row["rounds"] > 0 for row in found)
-
-
-def test_a_drafter_without_confidences_is_studied_but_not_calibrated(
-    qwen3: Path, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+def test_a_drafter_without_confidences_is_not_calibrated(
+    qwen3: Path, dflash: Path, prompts: Path
 ) -> None:
-    options = {"markov_rank": 0, "enable_confidence_head": False}
-    drafter = helpers.make_drafter(tmp_path / "dflash", qwen3, **options)
-    command = f"--model {qwen3} --draft {drafter} --max-tokens 9 --device cpu".split()
+    command = f"--model {qwen3} --draft {dflash} --prompts {prompts} --max-tokens 9 --device cpu"
     with pytest.raises(SystemExit, match="no confidence head"):
-        calibrate_confidence.main([*command, "--prompts", str(prompts)])
-    acceptance_study.main([*command, "--problems", str(prompts), "--max-model-len", "64"])
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "calibration_error" not in printed and printed["exact_match"] == 0
-
-
-def test_the_study_prints_a_table_and_everything_as_json(
-    drafter: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = str(GOLDEN / "target")
-    command = f"--draft {drafter} --problems {prompts} --limit 6 --max-tokens 9 --device cpu"
-    acceptance_study.main(["--model", target, *command.split(), "--max-model-len", "64"])
-    *table, last = capsys.readouterr().out.splitlines()
-    printed = json.loads(last)
-    assert printed["prompts"] == 6 and set(printed["calibration_error"]) == {"greedy", "sampled"}
-    assert sum(line.startswith("dspark") for line in table) == len(printed["acceptance"]) == 5
+        calibrate_confidence.main(command.split())
 
 
 def test_rounds_without_drafts_are_nothing_to_calibrate_on(drafter: Path, prompts: Path) -> None:
     command = f"--model {GOLDEN / 'target'} --draft {drafter} --prompts {prompts} --max-tokens 1"
     with pytest.raises(SystemExit, match="--max-tokens"):
         calibrate_confidence.main([*command.split(), "--device", "cpu"])
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("so\n#### 1,234", "1234"), ("#### 5 #### -7.5", "-7.5"), ("5", None)]
-)
-def test_the_final_number_follows_the_last_mark(text: str, number: str | None) -> None:
-    assert final_number(text) == number

@@ -1,9 +1,8 @@
-"""Costs are measured, loads simulated and budgets compared, on the embedded pair."""
+"""Costs are measured and loads simulated, on the embedded pair."""
 
 import json
 from pathlib import Path
 
-import budget_study
 import numpy as np
 import profile_costs
 import pytest
@@ -77,12 +76,3 @@ def test_the_crossover_is_where_a_policy_stays_behind() -> None:
     none, own = [(1.0, 0.0)] * 4, [(2.0, 1.0), (0.5, 1.0), (1.5, 1.0), (0.9, 1.0)]
     assert first_behind(own, none, [1, 2, 4, 8]) == 8
     assert first_behind(none, none, [1, 2, 4, 8]) is None
-
-
-def test_the_budget_study_compares_three_arms(capsys: pytest.CaptureFixture[str]) -> None:
-    budget_study.main(["--count", "8", "--device", "cpu", "--max-num-seqs", "8"])
-    found = last_json(capsys)
-    arms = found["arms"]
-    assert isinstance(arms, dict) and set(arms) == {"K=5", "K=7", "adaptive"}
-    assert arms["K=5"]["all"]["verified"] == pytest.approx(5, abs=0.3)
-    assert arms["adaptive"]["all"]["verified"] == pytest.approx(5, abs=0.5)

@@ -298,3 +298,27 @@ def test_each_mode_is_its_policy() -> None:
     for adaptive, kind in kinds.items():
         config = EngineConfig(model="x", adaptive=adaptive)
         assert type(create_policy(config, 7, {})) is kind
+
+
+@pytest.mark.parametrize("speculator", ["ngram", "dspark"])
+def test_speculation_comes_back_when_load_falls(
+    qwen3: Path, tmp_path: Path, speculator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four rows cost the same, each one more costs dearly: six requests cannot afford a draft.
+    steps = CostTable(((4, 10.0), (5, 1e3), (99, 1e6)), ((1, 0.0),), 4, {})
+    costs = table_for(run(qwen3)[1], tmp_path / "costs.json", steps, monkeypatch)
+    options = {"speculator": speculator, "adaptive": "auto", "cost_table": str(costs)}
+    if speculator == "dspark":
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
+    llm = helpers.make_llm(qwen3, **options)
+    verified: dict[int, list[int]] = {}
+
+    def observe(step: StepOutput) -> None:
+        count = len(step.requests)
+        verified.setdefault(count, []).append(sum(step.counts) - count)
+
+    llm.engine.observers.append(observe)
+    params = [helpers.greedy(length) for length in (10, 10, 10, 10, 120, 120)]
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    assert helpers.token_ids(llm, PROMPTS, params) == want
+    assert sum(verified[6]) == 0 and max(verified[2]) == 2
