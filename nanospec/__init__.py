@@ -1,9 +1,9 @@
 """nanospec: a compact inference engine whose subject is the speculative round."""
 
 from nanospec.config import EngineConfig
-from nanospec.llm import LLM
+from nanospec.llm import LLM, RequestOutput
 from nanospec.spec.speculator import Speculator
-from nanospec.types import Draft, RequestOutput, SamplingParams, VerifyPlan
+from nanospec.types import Draft, SamplingParams, VerifyPlan
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,8 @@ from nanospec.text import read_json
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "torch")
+RUN_AHEADS = ("auto", "on", "off")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
 EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter
 MAX_DRAFT_LEN = 63  # with the root, the rows that one 64-bit word can speak of
@@ -41,7 +42,9 @@ class EngineConfig:
     dtype: str = "auto"  # auto: the checkpoint's, but bfloat16 for a float32 one on a GPU
     device: str = "auto"  # auto: cuda where there is one
     load_format: str = "auto"  # dummy: random weights from config.json alone
-    attention: str = "auto"  # auto: flashinfer on cuda, torch on cpu
+    attention: str = "auto"  # auto: triton on cuda, torch on cpu
+    run_ahead: str = "auto"  # launch a round before the last is read; auto: on cuda, where it can
+    max_graph_rows: int | None = None  # of CUDA graphs; None: what plans may hold; 0: no graphs
     page_size: int = 16  # tokens per KV page
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int = 256  # requests that may run at once
@@ -56,6 +59,7 @@ class EngineConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
+        _one_of("run_ahead", self.run_ahead, RUN_AHEADS)
         _one_of("acceptance", self.acceptance, ACCEPTANCES)
         if self.max_draft_len is not None and not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
             given = f"max_draft_len={self.max_draft_len}"
@@ -70,6 +74,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}={value!r} is out of range; pass an integer, 1 or more")
+        if self.max_graph_rows is not None and self.max_graph_rows < 0:
+            raise ConfigError(
+                f"max_graph_rows={self.max_graph_rows} is out of range; pass 0 or more"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "

@@ -1,6 +1,7 @@
 """`LLM`: the offline API, shaped like vLLM's."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 from nanospec.config import EngineConfig
@@ -9,9 +10,27 @@ from nanospec.errors import ConfigError
 from nanospec.models.loader import resolve_model
 from nanospec.stats import Stats
 from nanospec.text import Message, Tokenizer
-from nanospec.types import CompletionOutput, Request, RequestOutput, SamplingParams
+from nanospec.types import FinishReason, Request, SamplingParams
 
 Prompt = str | Sequence[int]  # text, or token ids
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The output of one request."""
+
+    text: str  # without special tokens and without what ended it
+    token_ids: list[int]  # up to and including the token that ended it
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]  # one; a list, as in vLLM
+    stats: Stats
 
 
 class LLM:

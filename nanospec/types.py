@@ -125,6 +125,8 @@ class Draft:
     survival: Sequence[float] | Tensor | None = None  # [K] P(it and its ancestors are accepted)
     positions: Sequence[int] | None = None  # [K] counted from the root's; None: the depths
     visibility: Sequence[Sequence[bool]] | None = None  # [M, M], lower triangle; None: ancestors
+    origin: "DraftRows | None" = None  # the drafts of a whole batch that this is a row of
+    row: int = 0  # which
 
     def __len__(self) -> int:
         """K."""
@@ -142,6 +144,46 @@ class Draft:
         for parent in self.parent_rows:
             found.append(found[max(parent, 0)] + 1)
         return found[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Chains that were drafted together, on the device; the drafts of R requests are views of it.
+
+    A plan takes what it needs of it at once, which R views would take R times as long.
+    """
+
+    tokens: Tensor  # [R, K] int64
+    probs: Tensor | None  # [R, K, V] fp32
+    survival: Tensor | None  # [R, K] fp32
+
+    def drafts(self, lengths: Sequence[int]) -> list[Draft]:
+        """Return the first so many of each row as a draft."""
+        count = len(self.tokens)
+        probs = [None] * count if self.probs is None else self.probs.unbind()
+        survival = [None] * count if self.survival is None else self.survival.unbind()
+        columns = zip(self.tokens.unbind(), probs, survival, lengths, strict=True)
+        return [
+            Draft(
+                tokens=tokens[:length],
+                probs=None if q is None else q[:length],
+                survival=None if alive is None else alive[:length],
+                origin=self,
+                row=row,
+            )
+            for row, (tokens, q, alive, length) in enumerate(columns)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a round in flight gives R requests: the device knows it, the host not yet.
+
+    A request that is not in the round gets nothing from it, and its root is the host's.
+    """
+
+    roots: Tensor  # [R] int64, the last token of each
+    num_tokens: Tensor  # [R] int64, tokens on their way
 
 
 _Number = TypeVar("_Number", int, float)
@@ -170,6 +212,7 @@ class Request:
     shares_noise: bool = True  # drafts are accepted where they equal the target's own draw
     draft: Draft | None = None  # guesses after the root, for the next round
     max_drafts: int = 0  # draft rows there are pages for in the next round
+    in_flight: list[int] = field(default_factory=list)  # rows in each round that is not settled
     tokens: list[int] = field(init=False)  # prompt and committed output
     pages: list[int] = field(default_factory=list)  # in the order of the tokens
     kv_len: int = 0
@@ -191,6 +234,16 @@ class Request:
     def num_output(self) -> int:
         """How many tokens were committed after the prompt."""
         return len(self.tokens) - len(self.prompt_token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens there are at most, once all rounds in flight are settled."""
+        return len(self.tokens) + sum(self.in_flight)
+
+    @property
+    def fewest_tokens(self) -> int:
+        """How many tokens there are at least, once all rounds in flight are settled."""
+        return len(self.tokens) + len(self.in_flight)
 
     @property
     def num_planned(self) -> int:
@@ -299,7 +352,6 @@ class StepOutput:
     reasons: list[FinishReason | None]  # [R] why each request ends with this round, if it does
     path: list[list[int]]  # [R] rows of the accepted path, the root first, before stops
     committed: list[CommittedRows]  # chunks first, then the requests' paths
-    features: list[Tensor]  # per tap [C, H], residual stream of the committed rows, in order
     logits: Tensor  # [N, V] of the packed rows
     rows: PackedRows  # of the plan, perhaps without unused rows
     num_tokens: int  # rows of the whole forward
@@ -345,21 +397,3 @@ class EngineView:
     num_free_pages: int
     page_size: int  # tokens
     num_draft_pages: int  # pages held for draft rows alone
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """The output of one request."""
-
-    text: str  # without special tokens and without what ended it
-    token_ids: list[int]  # up to and including the token that ended it
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What `LLM.generate` returns for one prompt."""
-
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]  # one; a list, as in vLLM
-    stats: Stats

@@ -90,14 +90,16 @@ def collect(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) 
             )
 
     speculator: Any = llm.engine.speculator
-    calibrated = speculator.calibration
-    speculator.calibration = torch.tensor([1.0, 0.0]).to(calibrated).expand_as(calibrated)
+    calibrated = speculator.calibration.clone()
+    with torch.inference_mode():  # in place, as CUDA graphs read it where it is
+        speculator.calibration.copy_(torch.tensor([1.0, 0.0]).expand_as(calibrated))
     llm.engine.observers.append(observe)
     try:
         llm.generate([list(prompt) for prompt in prompts], params)
     finally:
         llm.engine.observers.remove(observe)
-        speculator.calibration = calibrated
+        with torch.inference_mode():
+            speculator.calibration.copy_(calibrated)
     if not rows:
         sys.exit("no round verified a draft; pass more prompts or a larger --max-tokens")
     logits, offered, accepted, request = zip(*rows, strict=True)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 
 from nanospec import LLM, SamplingParams
-from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.batch import ForwardBatch, build_batch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.attention.kv_ops import move_kv
 from nanospec.attention.mask import pack_words
@@ -329,9 +329,8 @@ def make_context(
             max_num_batched_tokens=config.max_num_batched_tokens,
             admit_limit=speculator.admit_limit,
         ),
-        cache=new_cache(num_pages + 1, page_size),
+        caches=[new_cache(num_pages + 1, page_size)],
         move_kv=move_kv,
-        scratch_slot=num_pages * page_size,
     )
 
 
@@ -353,7 +352,7 @@ class ScriptedRunner:
         """See `ModelRunner.run`."""
         following = self._script[batch.positions[batch.logit_rows] + 1]
         logits = torch.full((len(following), self._vocab_size), -4.0)
-        return TargetOutput(logits.scatter(1, following[:, None], 4.0), [], batch.num_tokens)
+        return TargetOutput(logits.scatter(1, following[:, None], 4.0), batch.num_tokens)
 
 
 def new_cache(num_pages: int = 64, page_size: int = 4, **options: Any) -> PagedKVCache:
@@ -391,7 +390,7 @@ def random_batch(
     """Return segments of 0 to 9 rows after contexts of 0 to 40 tokens, on shuffled pages."""
     generator = torch.Generator().manual_seed(seed)
     device = cache.k.device
-    free = torch.randperm(cache.num_pages, generator=generator).tolist()
+    free = torch.randperm(cache.num_pages - 1, generator=generator).tolist()  # the last is scratch
     qo_lens, kv_lens, tables, slots, words = [], [], [], [], []
     for index in range(num_plain + num_masked):
         qo_len, context = (int(torch.randint(high, (1,), generator=generator)) for high in (10, 41))
@@ -409,15 +408,16 @@ def random_batch(
             words.append(seen.tril())
     num_tokens = sum(qo_lens)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        token_ids=zeros,
-        positions=zeros,
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        qo_lens=qo_lens,
-        kv_lens=kv_lens,
-        page_tables=tables,
-        logit_rows=zeros[:0],
+    plain_rows = torch.zeros(sum(qo_lens[:num_plain]), dtype=torch.int64)
+    return build_batch(
+        zeros,
+        zeros,
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        qo_lens,
+        kv_lens,
+        tables,
+        zeros[:0],
         is_full=is_full,
         num_masked=num_masked,
-        visibility=torch.cat([pack_words(seen) for seen in words]).to(device) if words else None,
+        words=torch.cat([plain_rows, *map(pack_words, words)]).to(device) if words else None,
     )

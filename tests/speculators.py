@@ -34,7 +34,7 @@ class TableRunner:
 
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""
-        return TargetOutput(P[batch.token_ids[batch.logit_rows]], [], batch.num_tokens)
+        return TargetOutput(P[batch.token_ids[batch.logit_rows]], batch.num_tokens)
 
 
 class SampledChain(Speculator):

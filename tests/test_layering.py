@@ -13,6 +13,7 @@ ROOT = Path(nanospec.__file__).parent
 LAYERS = [
     "errors",
     "stats",
+    "device",
     "template",
     "text",
     "types",

@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
         ...
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Plan for a batch: the host's work, done once for all layers."""
+        """Prepare for a batch, once for all layers: plans of the host, or small kernels."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def create_attention(
     """Build a backend over a cache.
 
     Args:
-        name: torch, flashinfer, or auto: flashinfer on a GPU, torch on a CPU.
+        name: torch, triton, flashinfer, or auto: triton on a GPU, torch on a CPU.
         cache: the keys and values of all layers.
         num_heads: Hq.
         beside: another backend that never runs at the same time; scratch memory is shared.
@@ -62,13 +62,28 @@ def create_attention(
     """
     device = cache.k.device
     if name == "auto":
-        name = "flashinfer" if device.type == "cuda" else "torch"
+        name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
         from nanospec.attention.torch_backend import TorchAttention
 
         return TorchAttention(cache)
     if device.type != "cuda":
-        raise BackendUnavailableError("FlashInfer needs a CUDA device; pass --attention torch")
+        raise BackendUnavailableError(f"{name} needs a CUDA device; pass --attention torch")
+    if name == "triton":
+        from nanospec.attention.triton_backend import HEAD_DIMS, TritonAttention
+
+        if cache.head_dim not in HEAD_DIMS:
+            raise BackendUnavailableError(
+                f"the Triton kernel is made for head widths {HEAD_DIMS}, this model has "
+                f"{cache.head_dim}; pass --attention torch"
+            )
+        return TritonAttention(cache, num_heads)
+    return _flashinfer(cache, num_heads, beside)
+
+
+def _flashinfer(
+    cache: PagedKVCache, num_heads: int, beside: AttentionBackend | None
+) -> AttentionBackend:
     try:
         from nanospec.attention.flashinfer_backend import FlashInferAttention
     except ImportError as error:

@@ -6,53 +6,113 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanospec.device import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T rows of R segments, packed without gaps; the rows of a segment follow each other.
+    """Rows of R segments, packed without gaps, then perhaps rows of nobody that fill up the batch.
 
-    A segment sees the keys of its request: `kv_lens[r]` of them, the last `qo_lens[r]` of which
-    belong to its own rows. The earlier ones, the context, are visible to every row. Inside the
-    segment the mask decides: rows of a *causal* segment see themselves and earlier rows, rows of a
-    *full* segment see all of its rows, rows of a *masked* segment what their visibility word says.
+    A segment sees the keys of its request: `kv_lens[r]` of them, the last of which belong to its
+    own rows. The earlier ones, the context, are visible to every row. Inside the segment the mask
+    decides: rows see themselves and earlier rows; if the batch `is_full`, all of their segment; if
+    they have a word that is not 0, what that says (see `attention.mask`).
 
-    Invariant: masked segments come last, and only they have words.
+    Lengths live on the device. The host knows bounds, and mostly the lengths too.
+
+    Invariant: masked segments, those whose words are not 0, come last.
     """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, rotary positions
     slots: Tensor  # [T] int64, where the rows' keys and values go
-    qo_lens: list[int]  # [R] host, rows of each segment
-    kv_lens: list[int]  # [R] host, keys each segment sees, its own rows included
-    page_tables: list[list[int]]  # [R] host, pages of each request, at least kv_lens[r] slots
+    qo_indptr: Tensor  # [R + 1] int32, where each segment's rows start, and the end, at most T
+    kv_lens: Tensor  # [R] int32, keys each segment sees, its own rows included
+    page_tables: Tensor  # [R, P] int32, pages of each request; anything behind those it needs
     logit_rows: Tensor  # [N] int64, rows whose logits are wanted
-    is_full: bool = False  # segments without words are full instead of causal
-    num_masked: int = 0  # segments with words, the last ones
-    visibility: Tensor | None = None  # [rows of masked segments] int64, their words
+    max_rows: int  # of one segment, at least
+    is_full: bool = False
+    num_masked: int = 0  # masked segments
+    words: Tensor | None = None  # [T] int64; None if all are 0
+    host_lens: tuple[list[int], list[int]] | None = None  # rows and keys of each segment, if known
 
     def __post_init__(self) -> None:
-        _expect(len(self.qo_lens) == len(self.kv_lens) == len(self.page_tables), "page_tables")
-        for name in ("token_ids", "positions", "slots"):
+        for name in ("positions", "slots"):
             _expect(getattr(self, name).shape == (self.num_tokens,), name)
-        for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True):
-            _expect(0 <= qo_len <= kv_len, "kv_lens, which count a segment's own rows,")
-        num_words = 0 if self.visibility is None else len(self.visibility)
-        _expect(num_words == sum(self.qo_lens[self.num_unmasked :]), "visibility")
+        _expect(self.qo_indptr.shape == (self.num_reqs + 1,), "qo_indptr")
+        _expect(len(self.page_tables) == self.num_reqs, "page_tables")
+        _expect(self.words is None or len(self.words) == self.num_tokens, "words")
+        _expect(self.num_masked == 0 or self.words is not None, "num_masked")
+        if self.host_lens is not None:
+            qo_lens, kv_lens = self.host_lens
+            _expect(len(qo_lens) == len(kv_lens) == self.num_reqs, "host_lens")
+            _expect(sum(qo_lens) <= self.num_tokens, "host_lens")
+            _expect(max(qo_lens, default=0) <= self.max_rows, "max_rows")
+            for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
+                _expect(0 <= qo_len <= kv_len, "kv_lens, which count a segment's own rows,")
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return sum(self.qo_lens)
+        return len(self.token_ids)
 
     @property
     def num_reqs(self) -> int:
         """R."""
-        return len(self.qo_lens)
+        return len(self.kv_lens)
 
     @property
     def num_unmasked(self) -> int:
-        """How many leading segments have no visibility words."""
+        """How many leading segments have no words."""
         return self.num_reqs - self.num_masked
+
+    def lens(self) -> tuple[list[int], list[int]]:
+        """Return rows and keys of each segment; synchronises where the host does not know them."""
+        if self.host_lens is not None:
+            return self.host_lens
+        *starts, _ = indptr = self.qo_indptr.tolist()
+        qo_lens = [end - start for start, end in zip(starts, indptr[1:], strict=True)]
+        return qo_lens, self.kv_lens.tolist()
+
+
+def build_batch(
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    qo_lens: list[int],
+    kv_lens: list[int],
+    page_tables: Sequence[Sequence[int]],
+    logit_rows: Tensor,
+    *,
+    is_full: bool = False,
+    num_masked: int = 0,
+    words: Tensor | None = None,
+) -> ForwardBatch:
+    """Return a batch whose lengths the host knows; arguments are those of `ForwardBatch`."""
+    device = token_ids.device
+    indptr = [0]
+    for qo_len in qo_lens:
+        indptr.append(indptr[-1] + qo_len)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        qo_indptr=to_device(indptr, device, torch.int32),
+        kv_lens=to_device(kv_lens, device, torch.int32),
+        page_tables=to_device(padded_tables(page_tables), device, torch.int32),
+        logit_rows=logit_rows,
+        max_rows=max(qo_lens, default=0),
+        is_full=is_full,
+        num_masked=num_masked,
+        words=words,
+        host_lens=(qo_lens, kv_lens),
+    )
+
+
+def padded_tables(page_tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return page tables of the same width, padded with page 0; at least one page wide."""
+    width = max(1, max(map(len, page_tables), default=1))
+    return [[*table, *[0] * (width - len(table))] for table in page_tables] or []
 
 
 def slots_of(pages: Sequence[int], span: range, page_size: int) -> list[int]:
@@ -78,20 +138,20 @@ def batch_of_spans(
         is_full: whether the rows of a span see all of it.
     """
     device = token_ids.device
-    positions = torch.tensor([at for span in spans for at in span], dtype=torch.int64).to(device)
+    positions = to_device([at for span in spans for at in span], device)
     slots = [
         slot
         for span, pages in zip(spans, page_tables, strict=True)
         for slot in slots_of(pages, span, page_size)
     ]
-    return ForwardBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slots=torch.tensor(slots, dtype=torch.int64).to(device),
-        qo_lens=[len(span) for span in spans],
-        kv_lens=[span.stop for span in spans],
-        page_tables=list(page_tables),
-        logit_rows=positions[:0],
+    return build_batch(
+        token_ids,
+        positions,
+        to_device(slots, device),
+        [len(span) for span in spans],
+        [span.stop for span in spans],
+        page_tables,
+        positions[:0],
         is_full=is_full,
     )
 

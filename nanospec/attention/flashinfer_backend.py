@@ -57,14 +57,16 @@ class FlashInferAttention:
         return HOST_PLANNED
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Plan the kernels for this batch's lengths; see `AttentionBackend.begin`."""
+        """Plan the kernels for this batch's lengths; see `AttentionBackend.begin`.
+
+        Synchronises where the host does not know the lengths.
+        """
         self._planned.synchronize()
         self._batch = batch
         self._plans = []
-        split = batch.num_unmasked
+        split, qo_lens = batch.num_unmasked, batch.lens()[0]
         self._plan(self._plain, range(split), first_row=0)
-        first_row = sum(batch.qo_lens[:split])
-        self._plan(self._masked, range(split, batch.num_reqs), first_row=first_row)
+        self._plan(self._masked, range(split, batch.num_reqs), first_row=sum(qo_lens[:split]))
         self._planned.record()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,20 +84,26 @@ class FlashInferAttention:
     ) -> None:
         batch, size = self._batch, self._cache.page_size
         assert batch is not None
-        live = [index for index in segments if batch.qo_lens[index] > 0]
+        all_qo_lens, all_kv_lens = batch.lens()
+        live = [index for index in segments if all_qo_lens[index] > 0]
         if not live:
             return
-        qo_lens = [batch.qo_lens[index] for index in live]
-        kv_lens = [batch.kv_lens[index] for index in live]
+        qo_lens = [all_qo_lens[index] for index in live]
+        kv_lens = [all_kv_lens[index] for index in live]
         num_pages = [-(-kv_len // size) for kv_len in kv_lens]
-        tables = zip((batch.page_tables[index] for index in live), num_pages, strict=True)
-        pages = [page for table, count in tables for page in table[:count]]
-        custom_mask = _custom_mask(batch, live) if live[0] >= batch.num_unmasked else None
+        pages = torch.cat(
+            [batch.page_tables[index, :count] for index, count in zip(live, num_pages, strict=True)]
+        )
+        custom_mask = None
+        if live[0] >= batch.num_unmasked:
+            assert batch.words is not None, "masked segments have words"
+            words = batch.words[first_row : first_row + sum(qo_lens)]
+            custom_mask = _custom_mask(words, qo_lens, kv_lens)
         # Lengths stay on the host, where the planner wants them; pages go to the device.
         wrapper.plan(
             _offsets(qo_lens),
             _offsets(num_pages),
-            torch.tensor(pages, dtype=torch.int32).to(batch.slots.device, non_blocking=True),
+            pages,
             torch.tensor([(length - 1) % size + 1 for length in kv_lens], dtype=torch.int32),
             self._num_heads,
             self._cache.num_kv_heads,
@@ -116,13 +124,10 @@ def _offsets(lengths: list[int]) -> Tensor:
     return offsets
 
 
-def _custom_mask(batch: ForwardBatch, segments: list[int]) -> Tensor:
+def _custom_mask(words: Tensor, qo_lens: list[int], kv_lens: list[int]) -> Tensor:
     """Return FlashInfer's flat mask: each segment's [qo_len, kv_len], one after the other."""
-    assert batch.visibility is not None, "masked segments have words"
-    words = torch.split(batch.visibility, [batch.qo_lens[index] for index in segments])
-    kv_lens = (batch.kv_lens[index] for index in segments)
     masks = [
         mask.full_mask(mask.unpack_words(own), kv_len).flatten()
-        for own, kv_len in zip(words, kv_lens, strict=True)
+        for own, kv_len in zip(torch.split(words, qo_lens), kv_lens, strict=True)
     ]
     return torch.cat(masks)

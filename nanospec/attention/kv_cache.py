@@ -7,6 +7,8 @@ from torch import Tensor
 class PagedKVCache:
     """Slot s of a layer holds the key and value of one token; page p is slots p * size and on.
 
+    The last page is never handed out: rows that nobody will read are stored there.
+
     Keys are stored rotated. What a slot holds is finite from the start: a masked weight of zero
     times uninitialised memory could be NaN.
     """
@@ -31,6 +33,11 @@ class PagedKVCache:
     def num_pages(self) -> int:
         """How many pages there are."""
         return self.k.shape[1] // self.page_size
+
+    @property
+    def scratch_slot(self) -> int:
+        """Where rows that nobody will read are stored."""
+        return (self.num_pages - 1) * self.page_size
 
     @property
     def head_dim(self) -> int:

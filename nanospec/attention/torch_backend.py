@@ -1,5 +1,8 @@
 """Attention request by request through torch's SDPA: the specification, and the CPU's backend."""
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,8 +19,7 @@ class TorchAttention:
     def __init__(self, cache: PagedKVCache):
         self._cache = cache
         self._batch: ForwardBatch | None = None
-        self._pages: list[Tensor] = []
-        self._masks: list[Tensor | None] = []
+        self._segments: list[_Segment] = []
 
     def capability(self, layer: int) -> Capability:
         """See `AttentionBackend.capability`; all layers are alike."""
@@ -25,14 +27,19 @@ class TorchAttention:
         return HOST_PLANNED
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Build each segment's page list and mask, once for all layers."""
+        """Build each segment's page list and mask, once for all layers.
+
+        Synchronises on a GPU where the host does not know the lengths.
+        """
         self._batch = batch
-        size = self._cache.page_size
-        self._pages = [
-            batch.slots.new_tensor(table[: -(-kv_len // size)])
-            for table, kv_len in zip(batch.page_tables, batch.kv_lens, strict=True)
-        ]
-        self._masks = [_segment_mask(batch, index) for index in range(batch.num_reqs)]
+        self._segments = []
+        size, start = self._cache.page_size, 0
+        for index, (qo_len, kv_len) in enumerate(zip(*batch.lens(), strict=True)):
+            rows = slice(start, start + qo_len)
+            start += qo_len
+            pages = batch.page_tables[index, : -(-kv_len // size)].long()
+            if qo_len > 0:
+                self._segments.append(_Segment(rows, kv_len, pages, _mask(batch, rows, kv_len)))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend.attend`."""
@@ -40,21 +47,23 @@ class TorchAttention:
         assert batch is not None, "attend needs begin"
         self._cache.store(layer, k, v, batch.slots)
         keys, values = self._cache.pages(layer)
-        out = q.new_empty(q.shape)
-        start = 0
-        for index, (qo_len, kv_len) in enumerate(zip(batch.qo_lens, batch.kv_lens, strict=True)):
-            if qo_len == 0:
-                continue
-            rows = slice(start, start + qo_len)
-            start += qo_len
-            pages = self._pages[index]
-            out[rows] = _attend_one(
-                q[rows],
-                keys.index_select(0, pages).flatten(0, 1)[:kv_len],
-                values.index_select(0, pages).flatten(0, 1)[:kv_len],
-                self._masks[index],
+        out = q.new_zeros(q.shape)  # of rows of nobody too
+        for segment in self._segments:
+            out[segment.rows] = _attend_one(
+                q[segment.rows],
+                keys.index_select(0, segment.pages).flatten(0, 1)[: segment.kv_len],
+                values.index_select(0, segment.pages).flatten(0, 1)[: segment.kv_len],
+                segment.visible,
             )
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    rows: slice
+    kv_len: int
+    pages: Tensor  # [P] int64
+    visible: Tensor | None  # [n, kv_len] bool; None if everything is
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
@@ -84,13 +93,13 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tens
     return out.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _segment_mask(batch: ForwardBatch, index: int) -> Tensor | None:
-    """Return who sees whom in a segment, [qo_len, kv_len] bool, or None if all see all."""
-    qo_len, kv_len = batch.qo_lens[index], batch.kv_lens[index]
-    if index >= batch.num_unmasked:
-        assert batch.visibility is not None, "masked segments have words"
-        start = sum(batch.qo_lens[batch.num_unmasked : index])
-        return mask.full_mask(mask.unpack_words(batch.visibility[start : start + qo_len]), kv_len)
-    if batch.is_full or qo_len <= 1:
+def _mask(batch: ForwardBatch, rows: slice, kv_len: int) -> Tensor | None:
+    """Return who sees whom in a segment, [n, kv_len] bool, or None if all see all."""
+    num_rows = rows.stop - rows.start
+    if batch.is_full or num_rows <= 1:
         return None
-    return mask.full_mask(mask.causal_mask(qo_len, batch.slots.device), kv_len)
+    visible = mask.causal_mask(num_rows, batch.slots.device)
+    if batch.words is not None and num_rows <= mask.MAX_MASKED_ROWS:
+        words = batch.words[rows]
+        visible = torch.where((words != 0)[:, None], mask.unpack_words(words), visible)
+    return mask.full_mask(visible, kv_len)

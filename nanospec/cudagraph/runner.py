@@ -1,6 +1,6 @@
 """Running the target on a batch: from packed rows to logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +23,8 @@ class Target(Protocol):
         """Return final hidden states [T, H], and the residual stream after each tap."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map final hidden states [N, H] to [N, V]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map final hidden states [N, H] to [N, V], in `out` where it is given."""
         ...
 
 
@@ -32,8 +32,7 @@ class Target(Protocol):
 class TargetOutput:
     """What a forward of the target gives."""
 
-    logits: Tensor  # [N, V], of the batch's logit rows
-    features: list[Tensor]  # [T, H] per tap
+    logits: Tensor  # [N, V], of the batch's logit rows; perhaps overwritten by the next forward
     tier: int  # rows that were run, padding included
 
 
@@ -45,19 +44,40 @@ class ModelRunner(Protocol):
         ...
 
 
+# Sees the rows of a forward and the residual stream [T, H] after each tap.
+Observe = Callable[[ForwardBatch, Sequence[Tensor]], None]
+
+
+def ignore_rows(batch: ForwardBatch, features: Sequence[Tensor]) -> None:
+    """Do nothing with the rows of a forward."""
+
+
 class EagerRunner:
     """Calls the target directly."""
 
-    def __init__(self, target: Target, attention: AttentionBackend, taps: Sequence[int] = ()):
+    def __init__(
+        self,
+        target: Target,
+        attention: AttentionBackend,
+        taps: Sequence[int] = (),
+        observe: Observe = ignore_rows,
+    ):
         self._target = target
         self._attention = attention
         self._taps = tuple(taps)
+        self._observe = observe
 
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""
+        hidden = self.hidden(batch)
+        logits = self._target.logits(hidden[batch.logit_rows])
+        return TargetOutput(logits, tier=batch.num_tokens)
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """Run all rows, have them observed, and return final hidden states [T, H]."""
         self._attention.begin(batch)
         hidden, features = self._target(
             batch.token_ids, batch.positions, self._attention, self._taps
         )
-        logits = self._target.logits(hidden[batch.logit_rows])
-        return TargetOutput(logits, features, tier=batch.num_tokens)
+        self._observe(batch, features)
+        return hidden

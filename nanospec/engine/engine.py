@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from nanospec.attention.backend import create_attention
+from nanospec.attention.backend import AttentionBackend, create_attention
 from nanospec.attention.kv_ops import move_kv
 from nanospec.config import EngineConfig, ModelConfig
-from nanospec.cudagraph.runner import EagerRunner
+from nanospec.cudagraph.graph_runner import GraphRunner, Graphs
+from nanospec.cudagraph.runner import EagerRunner, ModelRunner
 from nanospec.engine.pages import PageAllocator
-from nanospec.engine.round import RoundContext, speculative_round
+from nanospec.engine.round import Flight, RoundContext, launch, settle
 from nanospec.engine.scheduler import Scheduler
-from nanospec.engine.sizing import count_pages, new_cache
+from nanospec.engine.sizing import count_pages, graph_limits, new_cache
 from nanospec.errors import BackendUnavailableError, ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.models.loader import load_decoder
@@ -24,6 +25,7 @@ from nanospec.spec.registry import create_speculator
 from nanospec.spec.speculator import (
     COMMIT,
     VERIFY,
+    Speculator,
     SpeculatorSetup,
     adapted,
     layer_capabilities,
@@ -79,11 +81,12 @@ class Engine:
         self._eos = _eos_token_ids(self.model_config, tokenizer)
         self._seeds = random.Random(config.seed)
         self._next_id = 0
+        self._flight: Flight | None = None  # the round that was launched and is not settled
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._flight is not None
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise what `add` would raise for this prompt, and do nothing else.
@@ -142,13 +145,31 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run one round and return the requests that got tokens; finished ones are marked."""
+        """Launch a round, settle one, and return the requests that got tokens.
+
+        Finished ones are marked. Where the engine runs ahead, the round settled is the one before
+        the one launched.
+        """
         started = time.perf_counter()
+        before = self._flight
+        if before is not None and not self.scheduler.can_run_ahead():
+            return self._settle(before, started)
         segments = self.scheduler.schedule()
-        if not segments:
-            return []
-        done = speculative_round(self._ctx, segments)
-        for request in done.requests:
+        if segments:
+            self._flight = launch(self._ctx, segments, before)
+            if not self._ctx.runs_ahead:
+                return self._settle(self._flight, started)
+        return [] if before is None else self._settle(before, started)
+
+    def _settle(self, flight: Flight, started: float) -> list[Request]:
+        """Settle a round, and count it."""
+        if self._flight is flight:
+            self._flight = None
+        done = settle(self._ctx, flight)
+        advanced = [
+            request for request, own in zip(done.requests, done.emitted, strict=True) if own
+        ]
+        for request in advanced:
             if request.is_finished:
                 self.stats.add(request.stats)
         seconds = time.perf_counter() - started
@@ -160,7 +181,7 @@ class Engine:
             seconds=seconds,
             predicted_us=done.predicted_us,
         )
-        return done.requests
+        return advanced
 
     def _round_context(self, config: EngineConfig, decoder: Decoder) -> RoundContext:
         """Allocate caches, pick kernels, and let the speculator adapt to them."""
@@ -175,7 +196,7 @@ class Engine:
                 self.max_model_len,
             )
             self.max_model_len = longest
-        # One page more than is handed out: rows that only fill up a batch are stored there.
+        # One page more than is handed out: rows that nobody will read are stored there.
         caches = [
             new_cache(config, model, num_pages + 1, decoder.embed_tokens.weight) for model in models
         ]
@@ -206,18 +227,65 @@ class Engine:
         )
         return RoundContext(
             speculator=speculator,
-            runner=EagerRunner(decoder, attention, speculator.effective.taps),
+            runner=self._runner(config, decoder, attention, caches[0].scratch_slot),
             scheduler=scheduler,
-            cache=caches[0],
+            caches=caches,
             move_kv=kernels[COMMIT],
-            scratch_slot=num_pages * config.page_size,
+            runs_ahead=_runs_ahead(config, speculator, self.device),
             observers=self.observers,
         )
+
+    def _runner(
+        self, config: EngineConfig, decoder: Decoder, attention: AttentionBackend, scratch_slot: int
+    ) -> ModelRunner:
+        """Capture the target's forward, where graphs are wanted and possible."""
+        speculator = self.speculator
+        eager = EagerRunner(decoder, attention, speculator.effective.taps, speculator.observe_rows)
+        layers = [attention.capability(layer) for layer in range(self.model_config.num_layers)]
+        refusing = next((each.reason for each in layers if not each.takes_device_counts), None)
+        on_gpu = self.device.type == "cuda"
+        limits = graph_limits(
+            config,
+            speculator.effective,
+            takes_device_counts=on_gpu and refusing is None,
+            max_model_len=self.max_model_len,
+        )
+        if limits.rows == 0:
+            if on_gpu and refusing is not None and config.max_graph_rows != 0:
+                logger.warning("no CUDA graphs, as attention cannot be captured: %s", refusing)
+            return eager
+        graphs, embedding = Graphs(), decoder.embed_tokens.weight
+        runner = GraphRunner(decoder, eager, graphs, limits, embedding, scratch_slot)
+        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        runner.capture()
+        speculator.capture(graphs, limits)
+        torch.cuda.synchronize()
+        logger.info(
+            "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
+            len(graphs),
+            limits.rows,
+            time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info()[0]) / 2**30,
+        )
+        return runner
 
     def _max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
         if params.max_tokens is None:
             return self.max_model_len
         return min(len(prompt) + params.max_tokens, self.max_model_len)
+
+
+def _runs_ahead(config: EngineConfig, speculator: Speculator, device: torch.device) -> bool:
+    """Decide whether rounds are launched before the one before is settled."""
+    can = speculator.runs_ahead and speculator.estimator is None
+    if config.run_ahead == "on" and not can:
+        raise ConfigError(
+            f"run_ahead=on: {type(speculator).__name__} drafts on the host, from tokens it must "
+            f"have read; pass run_ahead=auto"
+        )
+    return can and (
+        config.run_ahead == "on" or (config.run_ahead == "auto" and device.type == "cuda")
+    )
 
 
 def _load(

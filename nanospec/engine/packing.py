@@ -6,12 +6,14 @@ version of `pack_rows_reference`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from nanospec.attention import mask
-from nanospec.attention.batch import ForwardBatch, slots_of
+from nanospec.attention.batch import ForwardBatch, padded_tables, slots_of
+from nanospec.device import to_device
 from nanospec.types import PackedRows, Request, Segment, VerifyPlan
 
 
@@ -23,6 +25,7 @@ class PackedStep:
     rows: PackedRows
     first_row: int
     counts: list[int]  # [R] rows of each of the plan's requests
+    starts: Tensor  # [R] int64, tokens before each root
 
 
 def pack(
@@ -33,6 +36,7 @@ def pack(
     page_size: int,
     scratch_slot: int,
     device: torch.device,
+    ahead: Tensor | None = None,
 ) -> PackedStep:
     """Lay out chunks of prompts first, then the plan's rows; of these the logits are wanted.
 
@@ -44,42 +48,58 @@ def pack(
         page_size: tokens per page.
         scratch_slot: takes the keys and values of unused rows.
         device: where the tensors go.
+        ahead: [R] int64, tokens of each request that the host does not know yet, but holds pages
+            for.
     """
-    kv_lens = [len(request.tokens) - 1 for request in requests]
-    width = max((len(request.pages) for request in requests), default=1)
-    scratch_page = scratch_slot // page_size
-    tables = [r.pages + [scratch_page] * (width - len(r.pages)) for r in requests]
+    counts = plan.row_counts
+    if counts is None:
+        counts = plan.num_rows.tolist()  # synchronises
+    host_starts = [len(request.tokens) - 1 for request in requests]
+    starts = to_device(host_starts, device)
+    starts = starts if ahead is None else starts + ahead
+    num_chunks, first_row = len(chunks), sum(chunk.num_rows for chunk in chunks)
+    segments = [chunk.request for chunk in chunks] + list(requests)
+    tables = to_device(padded_tables([each.pages for each in segments]), device, torch.int32)
     rows = pack_rows(
         plan,
-        torch.tensor(kv_lens, dtype=torch.int64).to(device),
-        torch.tensor(tables, dtype=torch.int64).view(-1, width).to(device),
+        starts,
+        tables[num_chunks:],
         page_size=page_size,
         scratch_slot=scratch_slot,
     )
-    chunk_rows = torch.tensor(_chunk_rows(chunks, page_size), dtype=torch.int64).to(device)
-    first_row = sum(chunk.num_rows for chunk in chunks)
-    counts = plan.row_counts
-    if counts is None:
-        counts = plan.num_rows.tolist()  # synchronises: these backends plan on the host
-        rows = _first_rows(rows, sum(counts))
-    first_masked = sum(counts[: len(counts) - plan.num_masked])
+    rows = _first_rows(rows, sum(counts))
+    chunk_rows = to_device(_chunk_rows(chunks, page_size), device)
+    chunk_lens = [chunk.num_rows for chunk in chunks]
     chunk_ends = [chunk.request.kv_len + chunk.num_rows for chunk in chunks]
+    words = None
+    if plan.num_masked > 0:
+        words = torch.cat((torch.zeros_like(chunk_rows[0]), rows.words))
+    host_ends = [start + count for start, count in zip(host_starts, counts, strict=True)]
+    starts_of_chunks = list(accumulate(chunk_lens, initial=0))[:-1]
     batch = ForwardBatch(
         token_ids=torch.cat((chunk_rows[0], rows.token_ids)),
         positions=torch.cat((chunk_rows[1], rows.positions)),
         slots=torch.cat((chunk_rows[2], rows.slots)),
-        qo_lens=[chunk.num_rows for chunk in chunks] + counts,
-        kv_lens=chunk_ends + [start + count for start, count in zip(kv_lens, counts, strict=True)],
-        page_tables=[chunk.request.pages for chunk in chunks] + [r.pages for r in requests],
+        qo_indptr=torch.cat(
+            (to_device(starts_of_chunks, device, torch.int32), (rows.offsets + first_row).int())
+        ),
+        kv_lens=torch.cat(
+            (to_device(chunk_ends, device, torch.int32), (starts + plan.num_rows).int())
+        ),
+        page_tables=tables,
         logit_rows=torch.arange(first_row, first_row + sum(counts), device=device),
+        max_rows=max([*chunk_lens, *counts], default=0),
         num_masked=plan.num_masked,
-        visibility=rows.words[first_masked:] if plan.num_masked else None,
+        words=words,
+        host_lens=(chunk_lens + counts, chunk_ends + host_ends) if ahead is None else None,
     )
-    return PackedStep(batch, rows, first_row, counts)
+    return PackedStep(batch, rows, first_row, counts, starts)
 
 
 def _first_rows(rows: PackedRows, count: int) -> PackedRows:
     """Leave the unused rows at the end away."""
+    if count == len(rows.token_ids):
+        return rows
     return PackedRows(
         token_ids=rows.token_ids[:count],
         positions=rows.positions[:count],
@@ -116,7 +136,7 @@ def pack_rows(
     Args:
         plan: R requests of at most M rows.
         kv_lens: [R] int64, tokens before each root.
-        page_tables: [R, P] int64.
+        page_tables: [R, P] int32.
         page_size: tokens per page.
         scratch_slot: for unused rows.
     """
@@ -141,6 +161,7 @@ def pack_rows_reference(
         words = mask.pack_words(plan.visibility.tril())
     row = torch.arange(plan.max_rows, device=kv_lens.device)
     at = kv_lens[:, None] + row  # [R, M] the token each row's slot belongs to
+    page_tables = page_tables.long()
     page = page_tables.gather(1, (at // page_size).clamp(max=page_tables.shape[1] - 1))
     offsets = torch.nn.functional.pad(plan.num_rows.cumsum(0), (1, 0))
     live = row < plan.num_rows[:, None]

@@ -63,6 +63,7 @@ def _pack_kernel(
     kv_len = tl.load(kv_lens_ptr + request)
     token_at = kv_len + row
     page = tl.load(tables_ptr + request * num_pages + token_at // page_size, mask=live, other=0)
+    page = page.to(tl.int64)
     to = start + row
     tl.store(out_ptr + to, tl.load(tokens_ptr + at, mask=live, other=0), mask=live)
     tl.store(out_ptr + num_tokens + to, kv_len + offset, mask=live)

@@ -4,31 +4,41 @@ Seven steps, each a call into one file: plan what to verify, pack it, run the ta
 commit, observe, propose. Ordinary decoding is the speculator that proposes nothing; a chunk of a
 prompt is a run of rows that are all accepted.
 
+A round has two halves. `launch` gives the device its work, `settle` reads what came of it. Where
+drafts are made on the device and nothing of them must be read (`Speculator.runs_ahead`), the next
+round is launched before this one is settled: the device never waits for the host. What the host
+learns a round late, a stop say, ends nothing but its own request; what that did meanwhile is
+dropped.
+
 Host synchronisations per round, in order: `admit` reads how many drafts of each request are
-verified, where survivals live on a GPU; `plan` reads each draft whose tokens live there; `pack` reads the row counts where they live there alone; copies of small lists to the device (rows,
-page tables, sampling parameters) wait for the work before them; `_read` reads accepted paths and
-tokens.
+verified, where survivals live on a GPU; `plan` reads drafts whose tokens live there, but for those
+of `DraftRows`; attention that plans on the host reads lengths the host does not know; `settle`
+reads accepted paths and tokens. On the default path there is only the last.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.cudagraph.runner import ModelRunner, TargetOutput
+from nanospec.device import to_device
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
 from nanospec.spec.accept import accept
 from nanospec.spec.plan import check_plan, first_path
+from nanospec.spec.sampler import sampling_rows
 from nanospec.spec.speculator import Speculator
 from nanospec.types import (
     AcceptResult,
     Budget,
     CommittedRows,
+    Draft,
     FinishReason,
+    Pending,
     PlanKind,
     Request,
     Segment,
@@ -44,10 +54,27 @@ class RoundContext:
     speculator: Speculator
     runner: ModelRunner
     scheduler: Scheduler
-    cache: PagedKVCache  # of the target
+    caches: Sequence[PagedKVCache]  # of the target, and of a drafter in the same pages
     move_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    scratch_slot: int
+    runs_ahead: bool = False  # whether a round is launched before the one before is settled
     observers: Sequence[Callable[[StepOutput], None]] = ()  # see every round, change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A round that was launched and is not settled yet."""
+
+    requests: list[Request]  # [R], those that sample
+    places: Mapping[Request, int]  # of each, its number
+    drafts: list[Draft | None]  # [R], of which the plan verifies a part
+    chunks: list[CommittedRows]
+    plan: VerifyPlan
+    step: PackedStep
+    ahead: Tensor | None  # [R] int64, tokens of each that the round before gave, if it is in flight
+    output: TargetOutput
+    result: AcceptResult
+    answer: "_Answer"
+    predicted_us: float | None
 
 
 def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> StepOutput:
@@ -59,26 +86,76 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> StepOut
     Raises:
         PlanError: the speculator's plan is malformed; nothing was changed.
     """
+    return settle(ctx, launch(ctx, segments))
+
+
+def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None = None) -> Flight:
+    """Give the device a round's work.
+
+    Args:
+        ctx: what stays the same.
+        segments: from the scheduler.
+        before: the round in flight, if there is one.
+
+    Raises:
+        PlanError: the speculator's plan is malformed; nothing was changed.
+    """
     requests = [segment.request for segment in segments if segment.samples]
     requests.sort(key=_needs_mask)  # so that the others stay on the causal kernel
     chunks = _chunks(segments)
+    cache = ctx.caches[0]
+    device = cache.k.device
+    pending = None if before is None else pending_of(before, requests)
     num_other_rows = sum(segment.num_rows for segment in segments)
     predicted_us = ctx.speculator.admit(requests, num_other_rows)  # how much of what was drafted
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
+    if pending is not None:
+        plan = replace(plan, tokens=torch.cat((pending.roots[:, None], plan.tokens[:, 1:]), dim=1))
+    ahead = None if pending is None else pending.num_tokens
     step = pack(  # where it goes
         plan,
         requests,
         chunks,
-        page_size=ctx.cache.page_size,
-        scratch_slot=ctx.scratch_slot,
-        device=ctx.cache.k.device,
+        page_size=cache.page_size,
+        scratch_slot=cache.scratch_slot,
+        device=device,
+        ahead=ahead,
     )
     output = ctx.runner.run(step.batch)  # target forward
-    result = ctx.speculator.accept(plan, output, requests, step.rows)  # what survives
+    roots = sampling_rows(requests, output.logits.shape[-1], device, ahead)
+    result = ctx.speculator.accept(plan, output, roots, step.rows)  # what survives
     if result is None:
-        result = accept(plan, output.logits, requests, step.rows)
-    done = _commit(ctx, requests, chunks, step, result, plan, output, predicted_us)  # make it last
+        result = accept(plan, output.logits, roots, step.rows)
+    if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
+        _move_accepted(ctx, step, result)
+    flight = Flight(
+        requests=requests,
+        places={request: place for place, request in enumerate(requests)},
+        drafts=[request.draft for request in requests],
+        chunks=_commit_chunks(ctx, chunks),
+        plan=plan,
+        step=step,
+        ahead=ahead,
+        output=output,
+        result=result,
+        answer=_Answer(result, plan),
+        predicted_us=predicted_us,
+    )
+    for request, count in zip(requests, step.counts, strict=True):
+        request.draft, request.max_drafts = None, 0
+        request.in_flight.append(count)
+    if ctx.runs_ahead:
+        _propose(ctx, flight)  # guess again
+    return flight
+
+
+def settle(ctx: RoundContext, flight: Flight) -> StepOutput:
+    """Read what came of a round: tokens, text, stops. Waits for its acceptance, for nothing later.
+
+    Requests that ended since it was launched are left as they are.
+    """
+    done = _commit(ctx, flight)  # make it last
     try:
         if ctx.speculator.estimator is not None:
             ctx.speculator.estimator.observe(done)
@@ -86,11 +163,26 @@ def speculative_round(ctx: RoundContext, segments: Sequence[Segment]) -> StepOut
         for observe in ctx.observers:
             observe(done)
     finally:  # whatever an observer does, who has ended holds no pages
-        for request, reason in zip(requests, done.reasons, strict=True):
+        for request, reason in zip(done.requests, done.reasons, strict=True):
             if reason is not None:
                 ctx.scheduler.finish(request, reason)
-    _propose(ctx, requests)  # guess again
+    if not ctx.runs_ahead:
+        _propose(ctx, flight)  # guess again
     return done
+
+
+def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
+    """Return what a flight gives these requests, without waiting for it."""
+    result = flight.result
+    device = result.tokens.device
+    places = [flight.places.get(request, -1) if request.in_flight else -1 for request in requests]
+    host = to_device([places, [request.tokens[-1] for request in requests]], device)
+    place, root = host.unbind()
+    last = result.tokens.gather(1, result.num_emitted[:, None] - 1)[:, 0]
+    # Place -1 is one behind the end: no tokens.
+    num_tokens = torch.nn.functional.pad(result.num_emitted, (0, 1))[place]
+    roots = torch.where(place >= 0, torch.nn.functional.pad(last, (0, 1))[place], root)
+    return Pending(roots, num_tokens)
 
 
 def _needs_mask(request: Request) -> bool:
@@ -121,30 +213,65 @@ def _check(plan: VerifyPlan, requests: Sequence[Request], speculator: Speculator
         check_plan(plan, requests, effective, speculator.setup.model.vocab_size)
 
 
-def _commit(
-    ctx: RoundContext,
-    requests: list[Request],
-    chunks: Sequence[Segment],
-    step: PackedStep,
-    result: AcceptResult,
-    plan: VerifyPlan,
-    output: TargetOutput,
-    predicted_us: float | None,
-) -> StepOutput:
-    """Make the accepted paths part of their requests: cache, tokens, text, counters, pages."""
-    if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
-        _move_accepted(ctx, step, result)
-    tokens, path, parents = _read(result, plan)
+def _move_accepted(ctx: RoundContext, step: PackedStep, result: AcceptResult) -> None:
+    """Move the keys and values of accepted rows to where a chain would have put them."""
+    starts = step.rows.offsets[:-1, None]
+    last = len(step.rows.slots) - 1
+    row = torch.arange(result.path.shape[1], device=result.path.device)
+    src = step.rows.slots[(starts + result.path).clamp(max=last)]
+    dst = step.rows.slots[(starts + row).clamp(max=last)]
+    for cache in ctx.caches:
+        for part in (cache.k, cache.v):
+            ctx.move_kv(part, src, dst, result.num_emitted)
+
+
+def _commit_chunks(ctx: RoundContext, chunks: Sequence[Segment]) -> list[CommittedRows]:
+    """Count the chunks as cached: whoever reads them comes later on the device too."""
     committed = []
     for chunk in chunks:
         start = chunk.request.kv_len
         ctx.scheduler.commit(chunk.request, chunk.num_rows)
         committed.append(CommittedRows(chunk.request, start, chunk.request.kv_len))
-    emitted = []
+    return committed
+
+
+class _Answer:
+    """Emitted tokens, path and parents of each request, on their way to the host."""
+
+    def __init__(self, result: AcceptResult, plan: VerifyPlan):
+        columns = (result.tokens, result.path, plan.parents, result.num_emitted[:, None])
+        values = torch.cat(columns, dim=1)
+        self._width = plan.max_rows
+        self._values = values.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            self._arrived.record()
+
+    def read(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Wait; then return tokens, path and parents of each request."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        width, read = self._width, self._values.tolist()
+        tokens = [row[: row[-1]] for row in read]
+        path = [row[width : width + row[-1]] for row in read]
+        return tokens, path, [row[2 * width : 3 * width] for row in read]
+
+
+def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
+    """Make the accepted paths part of their requests: tokens, text, counters, pages."""
+    tokens, path, parents = flight.answer.read()
+    committed = list(flight.chunks)
+    emitted: list[list[int]] = []
     reasons: list[FinishReason | None] = []
     for request, own, rows, above, count in zip(
-        requests, tokens, path, parents, step.counts, strict=True
+        flight.requests, tokens, path, parents, flight.step.counts, strict=True
     ):
+        if request.is_finished:  # by the round before, or aborted since
+            emitted.append([])
+            reasons.append(None)
+            continue
+        request.in_flight.pop(0)
         start = request.kv_len
         is_round = request.num_output > 0  # the end of a prompt is no round
         kept, reason = _append(request, own)
@@ -159,49 +286,21 @@ def _commit(
         committed.append(CommittedRows(request, start, request.kv_len))
         emitted.append(kept)
         reasons.append(reason)
-    done = StepOutput(
-        requests=requests,
-        drafts=[request.draft for request in requests],
-        plan=plan,
-        counts=step.counts,
+    return StepOutput(
+        requests=flight.requests,
+        drafts=flight.drafts,
+        plan=flight.plan,
+        counts=flight.step.counts,
         emitted=emitted,
         reasons=reasons,
         path=path,
         committed=committed,
-        features=_committed_features(output.features, step, path, emitted),
-        logits=output.logits,
-        rows=step.rows,
-        num_tokens=step.batch.num_tokens,
-        tier=output.tier,
-        predicted_us=predicted_us,
+        logits=flight.output.logits,
+        rows=flight.step.rows,
+        num_tokens=flight.step.batch.num_tokens,
+        tier=flight.output.tier,
+        predicted_us=flight.predicted_us,
     )
-    for request in requests:
-        request.draft = None
-        request.max_drafts = 0
-    return done
-
-
-def _move_accepted(ctx: RoundContext, step: PackedStep, result: AcceptResult) -> None:
-    """Move the keys and values of accepted rows to where a chain would have put them."""
-    starts = step.rows.offsets[:-1, None]
-    last = len(step.rows.slots) - 1
-    row = torch.arange(result.path.shape[1], device=result.path.device)
-    src = step.rows.slots[(starts + result.path).clamp(max=last)]
-    dst = step.rows.slots[(starts + row).clamp(max=last)]
-    for cache in (ctx.cache.k, ctx.cache.v):
-        ctx.move_kv(cache, src, dst, result.num_emitted)
-
-
-def _read(
-    result: AcceptResult, plan: VerifyPlan
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Read emitted tokens, path and parents of each request; the one wait for the GPU's work."""
-    width = plan.max_rows
-    columns = (result.tokens, result.path, plan.parents, result.num_emitted[:, None])
-    read = torch.cat(columns, dim=1).tolist()
-    tokens = [row[: row[-1]] for row in read]
-    path = [row[width : width + row[-1]] for row in read]
-    return tokens, path, [row[2 * width : 3 * width] for row in read]
 
 
 def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
@@ -240,38 +339,28 @@ def _depth(parents: Sequence[int]) -> int:
     return max(depths)
 
 
-def _committed_features(
-    features: Sequence[Tensor],
-    step: PackedStep,
-    path: Sequence[Sequence[int]],
-    emitted: Sequence[Sequence[int]],
-) -> list[Tensor]:
-    """Pick the committed rows out of each tap's rows: the chunks', then each accepted path's."""
-    if not features:
-        return []
-    rows = list(range(step.first_row))
-    start = step.first_row
-    for own, kept, count in zip(path, emitted, step.counts, strict=True):
-        rows += [start + row for row in own[: len(kept)]]
-        start += count
-    index = torch.tensor(rows).to(features[0].device)
-    return [feature[index] for feature in features]
-
-
-def _propose(ctx: RoundContext, requests: Sequence[Request]) -> None:
+def _propose(ctx: RoundContext, flight: Flight) -> None:
     """Reserve pages for the next drafts, and have them guessed."""
-    effective = ctx.speculator.effective
-    budget = ctx.speculator.candidate_budget(ctx.scheduler.view())
+    speculator, effective = ctx.speculator, ctx.speculator.effective
+    budget = speculator.candidate_budget(ctx.scheduler.view())
     most = min(budget.max_rows_per_request, effective.max_rows)
-    going = ctx.scheduler.reserve_drafts(requests, Budget(budget.total_drafts, most))
+    going = ctx.scheduler.reserve_drafts(flight.requests, Budget(budget.total_drafts, most))
     if not going:
         return
-    drafts = list(ctx.speculator.propose(going))
+    if ctx.runs_ahead:
+        pending = pending_of(flight, going)
+        if flight.ahead is not None:
+            places = to_device([flight.places[request] for request in going], flight.ahead.device)
+            before = flight.ahead[places]
+            pending = replace(pending, num_tokens=before + pending.num_tokens)
+        drafts = list(speculator.propose_ahead(going, pending))
+    else:
+        drafts = list(speculator.propose(going))
     for request, draft in zip(going, drafts, strict=True):
         request.stats.drafted += 0 if draft is None else len(draft)
     if effective.kind is PlanKind.CHAIN:
         drafts = [None if draft is None else first_path(draft) for draft in drafts]
-    if ctx.speculator.estimator is not None:
-        drafts = ctx.speculator.estimator.complete(going, drafts)
+    if speculator.estimator is not None:
+        drafts = speculator.estimator.complete(going, drafts)
     for request, draft in zip(going, drafts, strict=True):
         request.draft = draft

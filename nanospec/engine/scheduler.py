@@ -22,6 +22,9 @@ class Scheduler:
     admitted last is preempted: its pages go back, and it starts over (its prompt and output
     recomputed, as far as the prefix cache has lost them) at the head of the queue.
 
+    A round may be scheduled while the one before is in flight, its result not read: then every
+    request counts with the most tokens it may have, and nobody is preempted (`can_run_ahead`).
+
     Invariant: waiting requests hold no pages; `running` is in the order of admission.
     """
 
@@ -59,6 +62,15 @@ class Scheduler:
             page_size=self.pages.page_size,
             num_draft_pages=sum(self._num_draft_pages(request) for request in self.running),
         )
+
+    def can_run_ahead(self) -> bool:
+        """Whether a round fits behind one in flight: then nothing that is in use is taken back."""
+        needed = sum(
+            max(self.pages.pages_for(request.most_tokens) - len(request.pages), 0)
+            for request in self.running
+            if not _is_ending(request)
+        )
+        return needed <= self.pages.num_free
 
     def schedule(self) -> list[Segment]:
         """Choose the segments of the next forward; their pages are held when this returns.
@@ -104,16 +116,16 @@ class Scheduler:
         Returns:
             The requests that may make drafts; `max_drafts` says how many.
         """
-        going = [request for request in requests if not request.is_finished]
+        going = [r for r in requests if not r.is_finished and not _is_ending(r)]
         for request in going:
-            missing = self.pages.pages_for(len(request.tokens)) - len(request.pages)
+            missing = self.pages.pages_for(request.most_tokens) - len(request.pages)
             if 0 < missing <= self.pages.num_free:
                 request.pages += self.pages.allocate(missing)
         shares = _deal([_num_useful(r) for r in going], budget)
         for request, share in zip(going, shares, strict=True):
             slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
-            request.max_drafts = max(min(share, slots - len(request.tokens)), 0)
-            needed = self.pages.pages_for(len(request.tokens) + request.max_drafts)
+            request.max_drafts = max(min(share, slots - request.most_tokens), 0)
+            needed = self.pages.pages_for(request.most_tokens + request.max_drafts)
             if request.max_drafts > 0:
                 request.pages += self.pages.allocate(max(needed - len(request.pages), 0))
             self._cut_pages(request, needed)
@@ -133,9 +145,9 @@ class Scheduler:
         Whoever is preempted to make room was admitted later, so it has not been yielded.
         """
         for request in list(self.running):
-            if request not in self.running or _num_pending(request) > 1:
+            if request not in self.running or _num_pending(request) > 1 or _is_ending(request):
                 continue
-            needed = self.pages.pages_for(len(request.tokens)) - len(request.pages)
+            needed = self.pages.pages_for(request.most_tokens) - len(request.pages)
             if needed > self.pages.num_free:
                 self._reclaim_draft_pages()
             while needed > self.pages.num_free and request in self.running:
@@ -174,6 +186,7 @@ class Scheduler:
         return request
 
     def _preempt(self, request: Request) -> None:
+        assert not request.in_flight, "what is in flight needs its pages"
         self.running.remove(request)
         self._release(request)
         self.waiting.appendleft(request)
@@ -190,14 +203,14 @@ class Scheduler:
 
     def _num_draft_pages(self, request: Request) -> int:
         """Return how many pages a request holds for draft rows alone."""
-        return max(len(request.pages) - self.pages.pages_for(len(request.tokens)), 0)
+        return max(len(request.pages) - self.pages.pages_for(request.most_tokens), 0)
 
     def _reclaim_draft_pages(self) -> None:
         """Take back the pages that are held for drafts; which tokens these are plays no part."""
         for request in self.running:
             if self._num_draft_pages(request) > 0:
-                self._cut_pages(request, self.pages.pages_for(len(request.tokens)))
-                room = len(request.pages) * self.pages.page_size - len(request.tokens)
+                self._cut_pages(request, self.pages.pages_for(request.most_tokens))
+                room = len(request.pages) * self.pages.page_size - request.most_tokens
                 request.max_drafts = min(request.max_drafts, room)
 
     def _cut_pages(self, request: Request, count: int) -> None:
@@ -210,9 +223,14 @@ def _num_pending(request: Request) -> int:
     return len(request.tokens) - request.kv_len
 
 
+def _is_ending(request: Request) -> bool:
+    """Whether a round in flight is the request's last one, whatever it accepts."""
+    return bool(request.in_flight) and request.fewest_tokens >= request.max_len
+
+
 def _num_useful(request: Request) -> int:
     """Return how many drafts a request could still use: one more token than them is emitted."""
-    left = request.max_len - len(request.tokens) - 1
+    left = request.max_len - request.fewest_tokens - 1
     return max(left, 0) if request.params.speculate else 0
 
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from nanospec.attention.backend import create_attention
-from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.batch import ForwardBatch, build_batch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import EngineConfig, ModelConfig
+from nanospec.cudagraph.graph_runner import GraphLimits, graph_bytes
 from nanospec.cudagraph.runner import EagerRunner
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.spec.sampler import SamplingRows, sample
-from nanospec.types import Resources
+from nanospec.types import PlanKind, Resources
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,34 @@ def _free_after_largest_step(config: EngineConfig, decoder: Decoder, resources: 
     cache_bytes = run_largest_step(config, decoder, resources)
     peak = torch.cuda.max_memory_reserved(device) - cache_bytes
     torch.cuda.empty_cache()
-    return config.gpu_memory_utilization * total - by_others - peak
+    limits = graph_limits(config, resources, takes_device_counts=True)
+    in_graphs = graph_bytes(limits, decoder.config, decoder.dtype.itemsize)
+    return config.gpu_memory_utilization * total - by_others - peak - in_graphs
+
+
+def graph_limits(
+    config: EngineConfig, resources: Resources, *, takes_device_counts: bool, max_model_len: int = 0
+) -> GraphLimits:
+    """Return what graphs are captured for.
+
+    Args:
+        config: `max_graph_rows` and limits of batches.
+        resources: what a plan may ask for.
+        takes_device_counts: whether attention can be captured at all.
+        max_model_len: tokens of the longest request.
+    """
+    most = min(config.max_num_seqs * resources.max_rows, config.max_num_batched_tokens)
+    rows = most if config.max_graph_rows is None else config.max_graph_rows
+    return GraphLimits(
+        rows=rows if takes_device_counts else 0,
+        # The root of a request comes apart from the last chunk of its prompt.
+        segments=2 * config.max_num_seqs,
+        logits=min(rows, most),
+        # A round in flight, the next and its drafts may all reach beyond the end.
+        pages=-(-(max_model_len + 3 * resources.max_rows) // config.page_size),
+        plan_rows=resources.max_rows,
+        has_words=resources.kind > PlanKind.CHAIN,
+    )
 
 
 def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resources) -> int:
@@ -144,7 +172,7 @@ def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resource
         The bytes of the temporary cache this took.
     """
     batch = _largest_batch(config, decoder.device)
-    num_pages = sum(len(table) for table in batch.page_tables)
+    num_pages = int(batch.page_tables.max()) + 1
     weight = decoder.embed_tokens.weight
     cache = new_cache(config, decoder.config, num_pages, weight)
     # Draft probabilities are there twice: as the drafter leaves them, and padded in the plan.
@@ -185,12 +213,5 @@ def _largest_batch(config: EngineConfig, device: torch.device) -> ForwardBatch:
         tables.append(list(range(first, first - (-qo_len // config.page_size))))
         slots += range(first * config.page_size, first * config.page_size + qo_len)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        token_ids=zeros,
-        positions=zeros,
-        slots=torch.tensor(slots, device=device),
-        qo_lens=qo_lens,
-        kv_lens=qo_lens,
-        page_tables=tables,
-        logit_rows=zeros[:0],
-    )
+    slots_of_rows = torch.tensor(slots, device=device)
+    return build_batch(zeros, zeros, slots_of_rows, qo_lens, qo_lens, tables, zeros[:0])

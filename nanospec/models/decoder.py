@@ -89,7 +89,9 @@ class Decoder(nn.Module):
                 streams[index] = x
         return self.norm(x), [streams[tap] for tap in taps]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [N, V] for final hidden states [N, H]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return [.., V] for final hidden states [.., H]; or write to `out` [N, V] for [N, H]."""
+        if out is not None:
+            return torch.mm(hidden, self.lm_head.weight.T, out=out)
         scores: Tensor = self.lm_head(hidden)
         return scores

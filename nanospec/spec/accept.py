@@ -16,20 +16,18 @@ When no child is left, the next token is drawn from p. `accept_reference` is the
 `accept_triton` the same in one launch.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from nanospec.spec import noise
-from nanospec.spec.sampler import SamplingRows, draw, probabilities, sample, sampling_rows
-from nanospec.types import AcceptResult, PackedRows, Request, VerifyPlan
+from nanospec.spec.sampler import SamplingRows, draw, probabilities, sample
+from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 
 
 def accept(
     plan: VerifyPlan,
     logits: Tensor,
-    requests: Sequence[Request],
+    roots: SamplingRows,
     packed: PackedRows,
 ) -> AcceptResult:
     """Walk down each request's drafts. Does not synchronise.
@@ -37,10 +35,9 @@ def accept(
     Args:
         plan: what was verified.
         logits: [N, V] of the plan's packed rows.
-        requests: [R] of the plan.
+        roots: [R] how the token after each root is sampled.
         packed: where the plan's rows are.
     """
-    roots = sampling_rows(requests, logits.shape[1], logits.device)
     rows = roots.at(packed.request, packed.depth)
     offsets = packed.offsets
     if plan.probs is None:

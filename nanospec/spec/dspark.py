@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 from nanospec.attention.backend import AttentionBackend
-from nanospec.attention.batch import batch_of_spans, slots_of
+from nanospec.attention.batch import ForwardBatch, padded_tables
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
+from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
+from nanospec.device import to_device
 from nanospec.errors import ConfigError
 from nanospec.models.dspark import REGIMES, DSparkConfig
 from nanospec.models.loader import load_drafter, resolve_model
+from nanospec.spec.dspark_graphs import BlockGraphs, Blocks
 from nanospec.spec.sampler import draw_drafts, sampling_rows
 from nanospec.spec.speculator import Speculator, SpeculatorSetup
-from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
+from nanospec.types import Draft, DraftRows, Pending, PlanKind, Request, Resources
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +26,12 @@ logger = logging.getLogger(__name__)
 class DSparkSpeculator(Speculator):
     """Drafts with a network that reads the target's features of all tokens before the root.
 
-    Invariant: between rounds the drafter's cache holds the context of exactly the tokens that the
-    target's cache holds, in the same pages, so a prefix hit or a resumed request finds both. Rows
-    of blocks go to slots from the root's on, which nobody reads before they are written again.
+    Invariant: the drafter's cache holds the context of exactly the tokens whose keys the target's
+    cache holds, in the same pages, so a prefix hit or a resumed request finds both. Rows of blocks
+    go to slots from the root's on, which nobody reads before they are written again.
     """
+
+    runs_ahead = True
 
     def __init__(self, setup: SpeculatorSetup):
         """Load the drafter.
@@ -44,6 +49,8 @@ class DSparkSpeculator(Speculator):
         self.knows_survival = self.knows_survival or self._config.has_confidence
         super().__init__(setup)
         self._max_len = self._config.layers.max_position_embeddings
+        self._width = min(self.max_draft_len, self._config.block_size)  # slots of a block
+        self._graphs: BlockGraphs | None = None
         if setup.model.max_position_embeddings > self._max_len:
             logger.warning(
                 "the drafter knows %d positions, the target %d; requests longer than the first are "
@@ -82,108 +89,144 @@ class DSparkSpeculator(Speculator):
         assert cache is not None and attention is not None, "a drafter has a cache"
         self._cache, self._attention = cache, attention
 
-    def observe_step(self, step: StepOutput) -> None:
-        """Put the context of the rows that were committed into the cache."""
-        size, device = self._cache.page_size, self.setup.device
-        spans = [(each.request, range(each.start, each.end)) for each in step.committed]
-        positions = torch.tensor([at for _, span in spans for at in span]).to(device)
-        slots = [slot for request, span in spans for slot in slots_of(request.pages, span, size)]
-        where = torch.tensor(slots).to(device)
-        for layer, (k, v) in enumerate(self._drafter.context(step.features, positions)):
-            self._cache.store(layer, k, v, where)
+    def capture(self, graphs: Graphs, limits: GraphLimits) -> None:
+        """See `Speculator.capture`: a graph drafts for a number of requests."""
+        self._graphs = BlockGraphs(
+            graphs,
+            self._draft_blocks,
+            max_blocks=self.setup.config.max_num_seqs,
+            max_pages=limits.pages,
+            width=self._width,
+            vocab_size=self._config.layers.vocab_size,
+            device=self.setup.device,
+        )
+        self._graphs.capture()
+
+    def observe_rows(self, batch: ForwardBatch, features: Sequence[Tensor]) -> None:
+        """Put the context of all rows into the cache, where the target's keys of them are."""
+        for layer, (k, v) in enumerate(self._drafter.context(features, batch.positions)):
+            self._cache.store(layer, k, v, batch.slots)
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`. A request past the drafter's own positions gets no draft."""
-        room = [max(min(each.max_drafts, self._max_len - len(each.tokens)), 0) for each in requests]
+        roots = to_device([request.tokens[-1] for request in requests], self.setup.device)
+        return self.propose_ahead(requests, Pending(roots, torch.zeros_like(roots)))
+
+    def propose_ahead(
+        self, requests: Sequence[Request], pending: Pending
+    ) -> Sequence[Draft | None]:
+        """See `Speculator.propose_ahead`."""
+        room = [max(min(r.max_drafts, self._max_len - r.most_tokens), 0) for r in requests]
         live = [index for index, own in enumerate(room) if own > 0]
+        if not live:
+            return [None] * len(requests)
+        if len(live) < len(requests):
+            index = to_device(live, self.setup.device)
+            pending = Pending(pending.roots[index], pending.num_tokens[index])
         drafts: list[Draft | None] = [None] * len(requests)
-        if live:
-            own = [room[index] for index in live]
-            for index, draft in zip(
-                live, self._draft([requests[index] for index in live], own), strict=True
-            ):
-                drafts[index] = draft
+        own = self._draft([requests[i] for i in live], [room[i] for i in live], pending)
+        for place, draft in zip(live, own, strict=True):
+            drafts[place] = draft
         return drafts
 
-    def _draft(self, requests: Sequence[Request], room: Sequence[int]) -> list[Draft]:
+    def _draft(
+        self, requests: Sequence[Request], room: Sequence[int], pending: Pending
+    ) -> list[Draft]:
         """Draft for requests that have room for one token at least."""
-        lengths = [min(own, self._config.block_size) for own in room]
-        hidden = self._run_blocks(requests, lengths)
+        lengths = [min(own, self._width) for own in room]
+        blocks = self._blocks(requests, lengths, pending)
+        found = None if self._graphs is None else self._graphs.run(blocks)
+        if found is None:
+            found = self._draft_blocks(blocks, max(lengths))
+        return found.drafts(lengths)
+
+    def _blocks(
+        self, requests: Sequence[Request], lengths: Sequence[int], pending: Pending
+    ) -> Blocks:
+        """Gather what drafting needs to know of requests."""
+        device = self.setup.device
+        known = [len(request.tokens) - 1 for request in requests]
+        regimes = ["greedy" if request.params.is_greedy else "sampled" for request in requests]
+        shared = [request.shares_noise for request in requests]
+        columns = [known, list(lengths), [REGIMES.index(each) for each in regimes], shared]
+        starts, length, regime, shares_noise = to_device(columns, device).unbind()
+        tables = padded_tables([request.pages for request in requests])
+        vocab_size = self._config.layers.vocab_size
+        return Blocks(
+            roots=pending.roots,
+            starts=starts + pending.num_tokens,
+            lengths=length,
+            page_tables=to_device(tables, device, torch.int32),
+            regime=regime,
+            shares_noise=shares_noise,
+            rows=sampling_rows(requests, vocab_size, device, pending.num_tokens),
+        )
+
+    def _draft_blocks(self, blocks: Blocks, width: int) -> DraftRows:
+        """Draft `width` tokens for each block; those behind a block's length mean nothing.
+
+        Does not synchronise; may be captured.
+        """
+        hidden = self._run_blocks(blocks, width)
         base = self._drafter.base_logits(hidden)
-        device = hidden.device
-        rows = sampling_rows(requests, self._config.layers.vocab_size, device)
-        shared = torch.tensor([request.shares_noise for request in requests]).to(device)
-        tokens = torch.tensor([request.tokens[-1] for request in requests]).to(device)
-        state = self._drafter.first_state(len(requests))
+        tokens, state = blocks.roots, self._drafter.first_state(len(blocks.roots))
         drawn, probs, confidences = [], [], []
-        for slot in range(max(lengths)):
+        for slot in range(width):
             logits, confidence, state = self._drafter.correct(
                 base[:, slot], hidden[:, slot], tokens, state
             )
-            tokens, q = draw_drafts(logits, rows, slot, shared)
+            tokens, q = draw_drafts(logits, blocks.rows, slot, blocks.shares_noise > 0)
             drawn.append(tokens)
             if q is not None:
                 probs.append(q)
             if confidence is not None:
                 confidences.append(confidence)
-        survival = self._survival(requests, confidences)
-        q = torch.stack(probs, dim=1) if probs else None  # [n, slots, V]
-        return [
-            Draft(
-                tokens=own[:length],
-                probs=None if q is None else q[index, :length],
-                survival=None if survival is None else survival[index, :length],
-            )
-            for index, (own, length) in enumerate(
-                zip(torch.stack(drawn, dim=1).tolist(), lengths, strict=True)
-            )
-        ]
+        return DraftRows(
+            tokens=torch.stack(drawn, dim=1),
+            probs=torch.stack(probs, dim=1) if probs else None,
+            survival=self._survival(blocks, torch.stack(confidences, 1)) if confidences else None,
+        )
 
-    def _survival(
-        self, requests: Sequence[Request], confidences: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Return how probably each draft and all before it are accepted, from confidence logits.
-
-        [n, slots] fp32, on the device.
+    def _survival(self, blocks: Blocks, logits: Tensor) -> Tensor:
+        """Return how probably each draft and all before it are accepted, [n, width] fp32.
 
         The confidence of a slot does not know the token drawn there, so neither does the survival.
-        """
-        if not confidences:
-            return None
-        logits = torch.stack(list(confidences), dim=1)
-        regime = torch.tensor(
-            [REGIMES.index("greedy" if each.params.is_greedy else "sampled") for each in requests]
-        ).to(logits.device)
-        temperature, offset = self.calibration[regime, : logits.shape[1]].unbind(-1)
-        scaled = logits / temperature + offset
-        return scaled.sigmoid().cumprod(dim=1)
 
-    def _run_blocks(self, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
-        """Run a block of so many slots for each request.
+        Args:
+            blocks: n.
+            logits: [n, width] of the confidences.
+        """
+        scaling = self.calibration[blocks.regime, : logits.shape[1]]
+        temperature, offset = scaling.unbind(-1)
+        return (logits / temperature + offset).sigmoid().cumprod(dim=1)
+
+    def _run_blocks(self, blocks: Blocks, width: int) -> Tensor:
+        """Run blocks, filled up to so many slots with rows that no row of theirs sees.
 
         Returns:
-            Hidden states [n, max(lengths), H]; slots behind a block's own repeat its last one.
+            Hidden states [n, width, H]; behind a block's own slots there is anything.
         """
-        device, mask = self.setup.device, self._config.mask_token_id
-        starts = [len(request.tokens) - 1 for request in requests]
-        for request, start in zip(requests, starts, strict=True):
-            assert request.kv_len == start, "the context ends before the root"
-        token_ids = [
-            token
-            for request, length in zip(requests, lengths, strict=True)
-            for token in [request.tokens[-1]] + [mask] * (length - 1)
-        ]
-        batch = batch_of_spans(
-            [range(start, start + own) for start, own in zip(starts, lengths, strict=True)],
-            [request.pages for request in requests],
-            torch.tensor(token_ids).to(device),
-            page_size=self._cache.page_size,
+        device, size = self.setup.device, self._cache.page_size
+        count, tables = len(blocks.roots), blocks.page_tables
+        slot = torch.arange(width, device=device).expand(count, -1)
+        is_own = slot < blocks.lengths[:, None]
+        token_ids = torch.full((count, width), self._config.mask_token_id, device=device)
+        token_ids[:, 0] = blocks.roots
+        last = (blocks.lengths[:, None] - 1).clamp(min=0)
+        positions = blocks.starts[:, None] + slot.minimum(last)
+        page = tables.gather(1, (positions // size).clamp(max=tables.shape[1] - 1)).long()
+        slots = torch.where(is_own, page * size + positions % size, self._cache.scratch_slot)
+        batch = ForwardBatch(
+            token_ids=token_ids.flatten(),
+            positions=positions.flatten(),
+            slots=slots.flatten(),
+            qo_indptr=torch.arange(count + 1, dtype=torch.int32, device=device) * width,
+            kv_lens=(blocks.starts + blocks.lengths).int(),
+            page_tables=tables,
+            logit_rows=blocks.roots[:0],
+            max_rows=width,
             is_full=True,
         )
         self._attention.begin(batch)
         hidden: Tensor = self._drafter(batch.token_ids, batch.positions, self._attention)
-        width, first, rows = max(lengths), 0, []
-        for length in lengths:
-            rows.append([first + min(slot, length - 1) for slot in range(width)])
-            first += length
-        return hidden[torch.tensor(rows).to(device)]
+        return hidden.view(count, width, -1)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.spec.dspark import DSparkSpeculator
-from nanospec.spec.sampler import SamplingRows, probabilities, sampling_rows
-from nanospec.types import GREEDY_TEMPERATURE, Draft, PlanKind, Request, Resources
+from nanospec.spec.sampler import SamplingRows, probabilities
+from nanospec.types import GREEDY_TEMPERATURE, Draft, Pending, PlanKind, Request, Resources
 
 
 class DSparkTreeSpeculator(DSparkSpeculator):
@@ -20,6 +21,7 @@ class DSparkTreeSpeculator(DSparkSpeculator):
     temperature.
     """
 
+    runs_ahead = False  # how many nodes a tree has is read
     knows_survival = True
 
     def resources(self) -> Resources:
@@ -27,18 +29,23 @@ class DSparkTreeSpeculator(DSparkSpeculator):
         taps = self._config.target_layer_ids
         return Resources(PlanKind.TREE, 1 + self.max_draft_len, taps=taps)
 
+    def capture(self, graphs: Graphs, limits: GraphLimits) -> None:
+        """See `Speculator.capture`: trees are grown eagerly."""
+
     def _usual_draft_len(self) -> int:
         return 2 * self._config.block_size + 2
 
-    def _draft(self, requests: Sequence[Request], room: Sequence[int]) -> list[Draft]:
-        lengths = [min(own, self._config.block_size) for own in room]
-        hidden = self._run_blocks(requests, lengths)
-        device = hidden.device
-        vocab_size = self._config.layers.vocab_size
-        rows = _not_greedy(sampling_rows(requests, vocab_size, device), vocab_size)
-        roots = torch.tensor([request.tokens[-1] for request in requests]).to(device)
+    def _draft(
+        self, requests: Sequence[Request], room: Sequence[int], pending: Pending
+    ) -> list[Draft]:
+        lengths = [min(own, self._width) for own in room]
+        blocks = self._blocks(requests, lengths, pending)
         tokens, parents, survival = self._expand(
-            hidden, rows, roots, torch.tensor(lengths).to(device), max(room)
+            self._run_blocks(blocks, max(lengths)),
+            _not_greedy(blocks.rows, self._config.layers.vocab_size),
+            blocks.roots,
+            blocks.lengths,
+            max(room),
         )
         columns = zip(tokens.tolist(), parents.tolist(), survival.tolist(), strict=True)
         drafts = []

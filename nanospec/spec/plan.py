@@ -6,8 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanospec.device import to_device
 from nanospec.errors import PlanError
-from nanospec.types import Draft, PlanKind, Request, Resources, VerifyPlan, as_list
+from nanospec.types import (
+    Draft,
+    DraftRows,
+    PlanKind,
+    Request,
+    Resources,
+    VerifyPlan,
+    as_list,
+)
 
 NOBODY = -1  # parent of the root, and of rows that are computed but never accepted
 
@@ -37,7 +46,8 @@ def build_plan(
 ) -> VerifyPlan:
     """Lay out the first `counts[r]` drafts of each request behind its root.
 
-    Drafts are in an order in which parents come first, so any leading part is a closed tree.
+    Drafts are in an order in which parents come first, so any leading part is a closed tree. Those
+    that are rows of one `DraftRows` stay on the device and are not read back.
 
     Args:
         requests: R, each with its root pending and, where its count is not 0, a draft.
@@ -49,6 +59,9 @@ def build_plan(
     Raises:
         PlanError: a draft is malformed or exceeds the resources; request and row are named.
     """
+    origin = _common_origin(requests, counts)
+    if origin is not None:
+        return _plan_of_rows(requests, counts, origin, resources, device)
     rows = [
         _rows(request, request.draft if count else None, count, vocab_size)
         for request, count in zip(requests, counts, strict=True)
@@ -66,7 +79,7 @@ def build_plan(
         kind=kind,
         tokens=_padded([each.tokens for each in rows], max_rows, device),
         parents=_padded([each.parents for each in rows], max_rows, device),
-        num_rows=torch.tensor(lengths, dtype=torch.int64).to(device),
+        num_rows=to_device(lengths, device),
         num_tokens=sum(lengths),
         row_counts=lengths,
         num_masked=len(kinds) - num_causal,
@@ -74,6 +87,60 @@ def build_plan(
         is_sampled=is_sampled,
         positions=_padded([each.positions for each in rows], max_rows, device) if is_mask else None,
         visibility=_visibility(rows, max_rows).to(device) if is_mask else None,
+    )
+
+
+def _common_origin(requests: Sequence[Request], counts: Sequence[int]) -> DraftRows | None:
+    """Return what all drafts that are to be verified are rows of, if they are."""
+    found = [
+        None if request.draft is None else request.draft.origin
+        for request, count in zip(requests, counts, strict=True)
+        if count > 0
+    ]
+    return found[0] if found and all(origin is found[0] for origin in found) else None
+
+
+def _plan_of_rows(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    origin: DraftRows,
+    resources: Resources,
+    device: torch.device,
+) -> VerifyPlan:
+    """Lay out chains that were drafted together; see `build_plan`."""
+    for request, count in zip(requests, counts, strict=True):
+        if count > 0:
+            assert request.draft is not None, "only drafts are counted"
+            _check_count(request, request.draft, count)
+            if 1 + count > resources.max_rows:
+                raise _too_many_rows(request, 1 + count, resources)
+    width = max(counts)
+    rows = [request.draft.row if request.draft is not None else 0 for request in requests]
+    index = None  # where every row is wanted, in order, nothing is copied
+    if rows != list(range(len(origin.tokens))):
+        index = to_device(rows, device)
+
+    def wanted(values: Tensor) -> Tensor:
+        return values[:, :width] if index is None else values[index, :width]
+
+    roots = to_device([request.tokens[-1] for request in requests], device)
+    is_sampled = [
+        count > 0 and not request.shares_noise
+        for request, count in zip(requests, counts, strict=True)
+    ]
+    has_probs = origin.probs is not None and any(is_sampled)
+    lengths = [1 + count for count in counts]
+    parents = torch.arange(NOBODY, width, device=device)
+    return VerifyPlan(
+        kind=PlanKind.CHAIN,
+        tokens=torch.cat((roots[:, None], wanted(origin.tokens)), dim=1),
+        parents=parents.expand(len(requests), -1).contiguous(),
+        num_rows=to_device(lengths, device),
+        num_tokens=sum(lengths),
+        row_counts=lengths,
+        num_masked=0,
+        probs=wanted(origin.probs) if has_probs and origin.probs is not None else None,
+        is_sampled=to_device(is_sampled, device, torch.bool) if has_probs else None,
     )
 
 
@@ -185,10 +252,15 @@ def _given(draft: Draft, row: int, default: tuple[int, set[int]]) -> tuple[int, 
     return position, visible
 
 
-def _check_shapes(request: Request, draft: Draft, count: int, vocab_size: int) -> None:
+def _check_count(request: Request, draft: Draft, count: int) -> None:
     size = len(draft)
     if count > size:
         raise _error(request, size + 1, f"{count} draft rows are planned, the draft has {size}")
+
+
+def _check_shapes(request: Request, draft: Draft, count: int, vocab_size: int) -> None:
+    size = len(draft)
+    _check_count(request, draft, count)
     for name, wanted in (("parents", size), ("survival", size), ("positions", size)):
         value = getattr(draft, name)
         if value is not None and len(value) != wanted:
@@ -210,12 +282,15 @@ def _check_shapes(request: Request, draft: Draft, count: int, vocab_size: int) -
 def _check_resources(request: Request, rows: _Rows, resources: Resources) -> None:
     size = len(rows.tokens)
     if size > resources.max_rows:
-        raise _error(
-            request, resources.max_rows, f"{size} rows, and only {resources.max_rows} were declared"
-        )
+        raise _too_many_rows(request, size, resources)
     if rows.kind > resources.kind:
         wanted, declared = rows.kind.name.lower(), resources.kind.name.lower()
         raise _error(request, 0, f"it is a {wanted}, and only a {declared} was declared")
+
+
+def _too_many_rows(request: Request, size: int, resources: Resources) -> PlanError:
+    declared = resources.max_rows
+    return _error(request, declared, f"{size} rows, and only {declared} were declared")
 
 
 def _error(request: Request, row: int, what: str) -> PlanError:
@@ -225,7 +300,7 @@ def _error(request: Request, row: int, what: str) -> PlanError:
 def _padded(rows: list[list[int]], width: int, device: torch.device) -> Tensor:
     """Return [R, width] int64, padded with 0."""
     padded = [row + [0] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).view(-1, width).to(device)
+    return to_device(padded, device).view(-1, width)
 
 
 def _visibility(rows: list[_Rows], max_rows: int) -> Tensor:

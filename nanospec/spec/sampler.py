@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanospec.device import to_device
 from nanospec.spec import noise
 from nanospec.types import GREEDY_TEMPERATURE, Request
 
@@ -45,7 +46,10 @@ class SamplingRows:
 
 
 def sampling_rows(
-    requests: Sequence[Request], vocab_size: int, device: torch.device
+    requests: Sequence[Request],
+    vocab_size: int,
+    device: torch.device,
+    ahead: Tensor | None = None,
 ) -> SamplingRows:
     """Return how the next token of each request is sampled.
 
@@ -53,22 +57,23 @@ def sampling_rows(
         requests: N.
         vocab_size: V.
         device: where the logits are.
+        ahead: [N] int64, tokens of each that the host does not know yet.
     """
     params = [request.params for request in requests]
     limited = [request for request in requests if request.num_output < request.params.min_tokens]
     stops = sorted({token for request in limited for token in request.stop_token_ids})
     counts = [vocab_size if p.top_k <= 0 else min(p.top_k, vocab_size) for p in params]
-    floats = torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params]).view(-1, 3)
-    integers = torch.tensor(
-        [
-            (count, request.seed, request.num_output, request.params.min_tokens)
-            for count, request in zip(counts, requests, strict=True)
-        ],
-        dtype=torch.int64,
-    ).view(-1, 4)
+    floats = [(p.temperature, p.top_p, p.min_p) for p in params]
+    integers = [
+        (count, request.seed, request.num_output, request.params.min_tokens)
+        for count, request in zip(counts, requests, strict=True)
+    ]
     is_stop = [[token in request.stop_token_ids for token in stops] for request in requests]
-    temperature, top_p, min_p = floats.to(device).unbind(1)
-    top_k, seed, position, min_position = integers.to(device).unbind(1)
+    columns = to_device(floats, device, torch.float32).view(-1, 3)
+    temperature, top_p, min_p = columns.unbind(1)
+    top_k, seed, position, min_position = to_device(integers, device).view(-1, 4).unbind(1)
+    if ahead is not None:
+        position = position + ahead
     return SamplingRows(
         temperature=temperature,
         top_k=top_k,
@@ -77,8 +82,8 @@ def sampling_rows(
         seed=seed,
         position=position,
         min_position=min_position,
-        stops=torch.tensor(stops, dtype=torch.int64).to(device),
-        is_stop=torch.tensor(is_stop, dtype=torch.bool).view(len(requests), len(stops)).to(device),
+        stops=to_device(stops, device),
+        is_stop=to_device(is_stop, device, torch.bool).view(len(requests), len(stops)),
         is_greedy=all(p.is_greedy for p in params),
         has_filters=any(p.top_p < 1 or k < vocab_size for p, k in zip(params, counts, strict=True)),
     )

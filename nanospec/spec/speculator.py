@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanospec.attention.backend import AttentionBackend
+from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import EngineConfig, ModelConfig
+from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.cudagraph.runner import TargetOutput
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.spec.adaptive import create_policy
 from nanospec.spec.estimator import AcceptanceEstimator
 from nanospec.spec.plan import build_plan
+from nanospec.spec.sampler import SamplingRows
 from nanospec.types import (
     AcceptResult,
     Budget,
@@ -29,6 +33,7 @@ from nanospec.types import (
     Draft,
     EngineView,
     PackedRows,
+    Pending,
     PlanKind,
     Request,
     Resources,
@@ -78,6 +83,7 @@ class Speculator(ABC):
     """
 
     usual_draft_len = 7  # where the user asks for no other
+    runs_ahead = False  # whether it has `propose_ahead`
     knows_survival = False  # whether its drafts' survivals are to be trusted as they are
 
     def __init__(self, setup: SpeculatorSetup):
@@ -137,6 +143,16 @@ class Speculator(ABC):
         """Take the drafter's cache and attention, once they are allocated; default: nothing."""
         return
 
+    def capture(self, graphs: Graphs, limits: GraphLimits) -> None:
+        """Capture what is launched every round as CUDA graphs, where there are any; once.
+
+        Args:
+            graphs: `graphs.capture` takes a name, tiers, and a function that reads and writes
+                buffers of the speculator's own.
+            limits: what a batch may hold.
+        """
+        return
+
     def admit_limit(self, view: EngineView) -> int | None:
         """Return how many requests may run, at least 1; None: as many as the engine allows."""
         del view
@@ -174,27 +190,54 @@ class Speculator(ABC):
             device=self.setup.device,
         )
 
+    def observe_rows(self, batch: ForwardBatch, features: Sequence[Tensor]) -> None:
+        """See the rows of a forward, before anything is accepted; default: nothing.
+
+        Keys and values of a drafter that belong to the same tokens may be put beside the target's:
+        what is not accepted is written again before it is read. Must not synchronise, and where
+        there are CUDA graphs is captured as part of the forward.
+
+        Args:
+            batch: T rows.
+            features: per tap of `resources`, [T, H]: the residual stream of all rows.
+        """
+        return
+
     def accept(
         self,
         plan: VerifyPlan,
         output: TargetOutput,
-        requests: Sequence[Request],
+        roots: SamplingRows,
         packed: PackedRows,
     ) -> AcceptResult | None:
         """Choose what survives of a plan; None (the default) for `spec.accept`, which is lossless.
 
         Args:
-            plan: what was verified.
-            output: logits [N, V] of the plan's packed rows, and the taps' features of all rows.
-            requests: [R] of the plan.
+            plan: what was verified, of R requests.
+            output: logits [N, V] of the plan's packed rows.
+            roots: [R] how the token after each root is sampled.
             packed: where the plan's rows are.
         """
-        del plan, output, requests, packed
+        del plan, output, roots, packed
         return None
 
     def observe_step(self, step: StepOutput) -> None:
         """Learn from a round; default: nothing."""
         return
+
+    def propose_ahead(
+        self, requests: Sequence[Request], pending: Pending
+    ) -> Sequence[Draft | None]:
+        """Guess what follows the root of each request, where the device alone knows the roots.
+
+        A speculator that `runs_ahead` is asked this in place of `propose`, and its next round is
+        launched before this one is settled. Must not synchronise.
+
+        Args:
+            requests: R, whose `max_drafts` hold for the most tokens they may get.
+            pending: what the rounds in flight give them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says it runs ahead, and cannot")
 
     @abstractmethod
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
@@ -204,12 +247,21 @@ class Speculator(ABC):
 class NoSpeculator(Speculator):
     """Ordinary decoding: proposes nothing."""
 
+    runs_ahead = True
+
     def resources(self) -> Resources:
         """See `Speculator.resources`."""
         return Resources(PlanKind.CHAIN, 1)
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`."""
+        return [None] * len(requests)
+
+    def propose_ahead(
+        self, requests: Sequence[Request], pending: Pending
+    ) -> Sequence[Draft | None]:
+        """See `Speculator.propose_ahead`."""
+        del pending
         return [None] * len(requests)
 
 

@@ -12,15 +12,22 @@ from tests import helpers
 @pytest.mark.parametrize(
     "change",
     [
-        {"qo_lens": [1]},
-        {"kv_lens": [0] * 5},
-        {"page_tables": []},
+        {"host_lens": ([1], [1])},
+        {"host_lens": ([1] * 5, [0] * 5)},
+        {"qo_indptr": torch.zeros(3, dtype=torch.int32)},
+        {"page_tables": torch.zeros(1, 1, dtype=torch.int32)},
         {"slots": torch.zeros(1, dtype=torch.int64)},
-        {"visibility": None},
-        {"num_masked": 1},
+        {"words": None},
+        {"words": torch.zeros(1, dtype=torch.int64)},
+        {"max_rows": 1},
     ],
 )
 def test_misfits_are_refused(change: dict[str, Any]) -> None:
     batch = helpers.random_batch(1, helpers.new_cache(), num_plain=3, num_masked=2)
     with pytest.raises(AssertionError, match="malformed"):
         dataclasses.replace(batch, **change)
+
+
+def test_lengths_the_host_does_not_know_are_read() -> None:
+    batch = helpers.random_batch(1, helpers.new_cache(), num_plain=3, num_masked=2)
+    assert dataclasses.replace(batch, host_lens=None).lens() == batch.host_lens

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanospec.attention.backend import create_attention
-from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.batch import build_batch
 from nanospec.attention.torch_backend import TorchAttention
 from nanospec.errors import BackendUnavailableError
 from tests import helpers
@@ -59,7 +59,7 @@ def test_two_identical_sequences_of_one_token_give_identical_rows() -> None:
     cache = helpers.new_cache(num_pages=8, page_size=16, **options)
     attention = create_attention("flashinfer", cache, 4)
     slots = torch.tensor([3 * 16, 6 * 16], device=device)
-    batch = ForwardBatch(slots, slots, slots, [1, 1], [1, 1], [[3], [6]], slots[:0])
+    batch = build_batch(slots, slots, slots, [1, 1], [1, 1], [[3], [6]], slots[:0])
     q, k, v = (
         torch.randn(1, heads, 64, device=device, dtype=torch.bfloat16).repeat(2, 1, 1)
         for heads in (4, 2, 2)

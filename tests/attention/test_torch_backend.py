@@ -18,16 +18,16 @@ def attend_by_formula(cache: PagedKVCache, batch: ForwardBatch, q: Tensor) -> Te
     size, num_heads = cache.page_size, q.shape[1]
     group = num_heads // cache.num_kv_heads
     out = torch.zeros(q.shape, dtype=torch.float64)
-    row = word = 0
-    for index, (qo_len, kv_len) in enumerate(zip(batch.qo_lens, batch.kv_lens, strict=True)):
-        table = batch.page_tables[index]
+    row = start = 0
+    for index, (qo_len, kv_len) in enumerate(zip(*batch.lens(), strict=True)):
+        table = batch.page_tables[index].tolist()
         slots = [table[p // size] * size + p % size for p in range(kv_len)]
         context = kv_len - qo_len
         for own in range(qo_len):
             seen = list(range(context))
             if index >= batch.num_unmasked:
-                assert batch.visibility is not None
-                visible = unpack_words(batch.visibility[word : word + qo_len])[own]
+                assert batch.words is not None
+                visible = unpack_words(batch.words[start : start + qo_len])[own]
                 seen += [context + j for j in range(qo_len) if visible[j]]
             elif batch.is_full:
                 seen = list(range(kv_len))
@@ -39,7 +39,7 @@ def attend_by_formula(cache: PagedKVCache, batch: ForwardBatch, q: Tensor) -> Te
                 scores = keys @ q[row, head].double() / q.shape[2] ** 0.5
                 out[row, head] = scores.softmax(0) @ values
             row += 1
-        word += qo_len if index >= batch.num_unmasked else 0
+        start += qo_len
     return out
 
 

@@ -304,7 +304,7 @@ def test_half_precision_follows_float32_but_for_near_ties(qwen3: Path, dtype: st
 
 
 def test_auto_takes_the_checkpoints_dtype_on_a_cpu(qwen3: Path) -> None:
-    assert helpers.make_llm(qwen3, dtype="auto").engine._ctx.cache.k.dtype == torch.float32
+    assert helpers.make_llm(qwen3, dtype="auto").engine._ctx.caches[0].k.dtype == torch.float32
 
 
 def test_a_longer_context_than_the_model_has_is_refused(qwen3: Path) -> None:

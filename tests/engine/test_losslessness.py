@@ -188,13 +188,13 @@ class ForgetsQ(SampledChain):
     """Accepts a sampled draft with probability p instead of p / q: what a point mass would do."""
 
     def accept(
-        self, plan: VerifyPlan, output: TargetOutput, requests: Any, packed: PackedRows
+        self, plan: VerifyPlan, output: TargetOutput, roots: Any, packed: PackedRows
     ) -> AcceptResult | None:
         """See `Speculator.accept`."""
         if plan.probs is None:
             return None
         wrong = replace(plan, probs=torch.ones_like(plan.probs))
-        return accept.accept(wrong, output.logits, requests, packed)
+        return accept.accept(wrong, output.logits, roots, packed)
 
 
 class WrongQ(SampledChain):
@@ -314,7 +314,8 @@ def check_dspark(tmp_path: Path, count: int, speculator: str, **overrides: Any) 
     target = helpers.make_checkpoint(tmp_path / "target", "qwen3", **shape)
     shape = {"block_size": 4, "num_hidden_layers": 1, "target_layer_ids": [-1, 0]}
     draft = helpers.make_drafter(tmp_path / "dspark", target, **(shape | overrides))
-    options = {"speculator": speculator, "max_draft_len": 4, "acceptance": "rejection"}
+    options = {"speculator": speculator.removesuffix("-ahead"), "acceptance": "rejection"}
+    options |= {"max_draft_len": 4, "run_ahead": "on" if "ahead" in speculator else "off"}
     llm = helpers.make_llm(target, draft=str(draft), max_num_seqs=500, **options)
     prompt, found = [5, 2, 3], []
     for _ in range(0, count, 500):
@@ -336,6 +337,7 @@ DSPARK: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {}),
     ("dspark", {"markov_head_type": "gated"}),
     ("dspark", {"markov_head_type": "rnn"}),
+    ("dspark-ahead", {}),
     ("dspark-tree", {}),
 ]
 

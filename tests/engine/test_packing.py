@@ -45,7 +45,7 @@ def test_chunks_come_first_then_roots_and_drafts() -> None:
     assert batch.token_ids.tolist() == [20, 21, 13, 14, 15, 30]
     assert batch.positions.tolist() == [0, 1, 3, 4, 5, 0]
     assert batch.slots.tolist() == [28, 29, 5 * 4 + 3, 2 * 4, 2 * 4 + 1, 36]
-    assert (batch.qo_lens, batch.kv_lens) == ([2, 3, 1], [2, 6, 1])
+    assert batch.lens() == ([2, 3, 1], [2, 6, 1])
     assert batch.logit_rows.tolist() == [2, 3, 4, 5]
     assert batch.num_masked == 0 and step.first_row == 2
     assert step.rows.request.tolist() == [0, 0, 0, 1]

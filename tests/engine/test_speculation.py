@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from nanospec import LLM
+from nanospec.attention.batch import slots_of
+from nanospec.errors import ConfigError
 from nanospec.spec.registry import SPECULATORS
 from nanospec.spec.speculator import Speculator
-from nanospec.types import Draft, PlanKind, Resources
+from nanospec.types import Draft, PlanKind, Resources, StepOutput
 from tests import helpers
 from tests.speculators import RandomDrafts, oracle
 
@@ -55,10 +57,15 @@ def kinds(plain: dict[tuple[int, ...], list[int]], name: str) -> type[Speculator
 
 ALL = ["random", "right", "right-tree", "adversarial", "half", "ngram", "trie", "draft"]
 ALL += ["dspark", "dspark-tree"]
+AHEAD = ["none-ahead", "dspark-ahead"]  # rounds are launched before the one before is settled
+ALL += AHEAD
 ALL += ["perturbed", "examples.lookahead:LookaheadSpeculator"]
 
 
 def options_of(folder: Path, kind: Any, register: Any) -> dict[str, Any]:
+    if isinstance(kind, str) and kind in AHEAD:
+        own = options_of(folder, kind.removesuffix("-ahead"), register)
+        return own | {"run_ahead": "on"}
     if kind == "perturbed":  # a drafter that is right now and then
         draft = folder.parent / "perturbed"
         if not draft.exists():
@@ -75,7 +82,7 @@ def options_of(folder: Path, kind: Any, register: Any) -> dict[str, Any]:
     return {"speculator": name} | ({"draft": str(folder)} if name == "draft" else {})
 
 
-EVERY_PAGE_SIZE = ("random", "right-tree", "perturbed", "dspark")  # in the suite; slow: all
+EVERY_PAGE_SIZE = ("random", "right-tree", "perturbed", "dspark", *AHEAD)  # in the suite; slow: all
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ def test_it_is_under_preemption_too(
 # of drafts beyond the last page), sglang PR 33872 (drafts beyond a fixed number were corrupted).
 @pytest.mark.parametrize(
     "name",
-    ["random", "half", "right-tree", "draft", "perturbed", "trie", "dspark", "dspark-tree"],
+    ["random", "half", "right-tree", "draft", "perturbed", "trie", "dspark", "dspark-tree", *AHEAD],
 )
 @pytest.mark.parametrize("max_draft_len", [1, 5, 16])
 def test_aborts_and_preemptions_between_any_two_steps_change_nobody_else(
@@ -143,7 +150,7 @@ def test_aborts_and_preemptions_between_any_two_steps_change_nobody_else(
     while engine.has_work:
         engine.step()
         running = engine.scheduler.running
-        if running and rng.random() < 0.3:
+        if running and rng.random() < 0.3 and not running[-1].in_flight:
             engine.scheduler._preempt(running[-1])
         if rng.random() < 0.1:
             engine.abort(rng.choice(live))
@@ -206,7 +213,8 @@ def test_speculation_finds_the_prefixes_that_plain_decoding_finds(qwen3: Path) -
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(
-    "name", ["random", "ngram", "trie", "draft", "perturbed", "dspark", "dspark-tree", ALL[-1]]
+    "name",
+    ["random", "ngram", "trie", "draft", "perturbed", "dspark", "dspark-tree", *AHEAD, ALL[-1]],
 )
 def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
     qwen3: Path, plain: Any, register: Any, name: str, temperature: float
@@ -224,7 +232,7 @@ def test_with_shared_noise_sampled_output_is_plain_decodings_token_for_token(
         assert all(output.stats.acceptance_length > 4.5 for output in outputs)
 
 
-@pytest.mark.parametrize("name", ["perturbed", "dspark", "dspark-tree"])
+@pytest.mark.parametrize("name", ["perturbed", "dspark", "dspark-tree", "dspark-ahead"])
 def test_imperfect_drafters_are_right_now_and_then(qwen3: Path, register: Any, name: str) -> None:
     llm = helpers.make_llm(qwen3, **options_of(qwen3, name, register))
     llm.generate(PROMPTS, helpers.greedy(30))
@@ -379,6 +387,39 @@ def test_a_stop_inside_an_accepted_block_is_exact(
         output = llm.generate(PROMPTS[0], helpers.greedy(30, stop=text))[0]
         alone = helpers.make_llm(qwen3).generate(PROMPTS[0], helpers.greedy(30, stop=text))[0]
         assert output.outputs == alone.outputs and output.stats.tokens == alone.stats.tokens
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_stop_that_is_seen_a_round_late_shows_nowhere(
+    qwen3: Path, plain: Any, register: Any, name: str
+) -> None:
+    options = options_of(qwen3, name, register) | {"max_draft_len": 6, "page_size": 3}
+    on, off = (
+        helpers.make_llm(qwen3, **(options | {"run_ahead": choice})) for choice in ("on", "off")
+    )
+    own = list(plain.values())
+    stops = [{"stop_token_ids": [tokens[3 + 2 * at]]} for at, tokens in enumerate(own)]
+    text = off.tokenizer.decode(own[0][5:7]) if off.tokenizer else ""
+    stops[0] = {"stop": text} if text.strip() else stops[0]
+    params = [helpers.greedy(30, **each) for each in stops]
+    params[-1] = helpers.greedy(7)  # by length
+    seen: list[StepOutput] = []
+    on.engine.observers.append(seen.append)
+    for got, want in zip(on.generate(PROMPTS, params), off.generate(PROMPTS, params), strict=True):
+        assert got.outputs == want.outputs
+        for figure in ("rounds", "verified", "accepted", "emitted", "tokens", "offered", "kept"):
+            assert getattr(got.stats, figure) == getattr(want.stats, figure)
+    assert any(not own for step in seen for own in step.emitted), "no stop was seen late"
+    while on.engine.has_work:
+        assert on.engine.step() == []
+    assert on.engine.pages.num_free == on.engine.pages.num_pages
+    for got, want in zip(on.generate(PROMPTS, params), off.generate(PROMPTS, params), strict=True):
+        assert got.outputs == want.outputs  # with whatever prefixes are cached now
+
+
+def test_what_drafts_on_the_host_cannot_run_ahead(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match="run_ahead=auto"):
+        helpers.make_llm(qwen3, speculator="ngram", run_ahead="on")
 
 
 def test_a_drafted_eos_that_is_rejected_ends_nothing(qwen3: Path, register: Any) -> None:
@@ -552,36 +593,45 @@ def test_a_drafter_with_another_theta_has_angles_of_its_own(qwen3: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["right-tree", "half", "ngram"])
-def test_features_of_committed_rows_are_those_of_a_plain_forward(
+def test_features_of_all_rows_are_those_of_a_plain_forward(
     qwen3: Path, plain: Any, register: Any, name: str
 ) -> None:
     kind = kinds(plain, name)
     base = SPECULATORS[kind] if isinstance(kind, str) else kind
+    seen: dict[int, Tensor] = {}  # by slot, as a drafter would keep what it makes of them
 
     class Tapping(base):  # type: ignore[misc, valid-type]
         def resources(self) -> Resources:
             return replace(super().resources(), taps=(0, 1))
 
+        def observe_rows(self, batch: Any, features: Any) -> None:
+            both = torch.cat(features, dim=1)
+            seen.update(zip(batch.slots.tolist(), both, strict=True))
+
     llm = helpers.make_llm(
         qwen3, speculator=register(Tapping), max_num_batched_tokens=16, max_num_seqs=8
     )
-    seen: dict[int, list[Tensor]] = {}
-
-    def collect(step: Any) -> None:
-        widths = [rows.end - rows.start for rows in step.committed]
-        both = torch.cat(step.features, dim=1).split(widths)
-        for rows, own in zip(step.committed, both, strict=True):
-            seen.setdefault(rows.request.request_id, []).append(own)
-
-    llm.engine.observers.append(collect)
-    outputs = llm.generate(PROMPTS, helpers.greedy(20))
     reference = helpers.load_reference(qwen3)
-    for index, output in enumerate(outputs):
-        tokens = output.prompt_token_ids + output.outputs[0].token_ids[:-1]
-        with torch.inference_mode():
-            states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        want = torch.cat((states[1][0], states[2][0]), dim=1)
-        torch.testing.assert_close(torch.cat(seen[index]), want, rtol=1e-3, atol=1e-3)
+    checked = 0
+
+    def compare(step: Any) -> None:
+        nonlocal checked
+        if step.plan.kind is not PlanKind.CHAIN:
+            return  # accepted rows of a tree have moved to other slots since
+        for rows in step.committed:
+            with torch.inference_mode():
+                tokens = torch.tensor([rows.request.tokens[: rows.end]])
+                states = reference(tokens, output_hidden_states=True).hidden_states
+            want = torch.cat((states[1][0], states[2][0]), dim=1)[rows.start :]
+            size = llm.engine.pages.page_size
+            slots = slots_of(rows.request.pages, range(rows.start, rows.end), size)
+            got = torch.stack([seen[slot] for slot in slots])
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+            checked += len(slots)
+
+    llm.engine.observers.append(compare)
+    llm.generate(PROMPTS, helpers.greedy(20))
+    assert checked > 40
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.batch import build_batch
 from nanospec.attention.torch_backend import TorchAttention
 from nanospec.config import ModelConfig
 from nanospec.models.decoder import Decoder
@@ -45,7 +45,7 @@ def run(
         spans = [range(min(start, len(p)), min(start + chunk, len(p))) for p in prompts]
         tables = [list(range(i * pages_each, (i + 1) * pages_each)) for i in range(len(prompts))]
         positions = torch.tensor([position for span in spans for position in span])
-        batch = ForwardBatch(
+        batch = build_batch(
             token_ids=torch.tensor(
                 [p[i] for p, span in zip(prompts, spans, strict=True) for i in span]
             ),
@@ -64,11 +64,11 @@ def run(
         )
         attention.begin(batch)
         hidden, tapped = decoder(batch.token_ids, positions, attention, taps)
-        rows = decoder.logits(hidden).split(batch.qo_lens)
+        rows = decoder.logits(hidden).split(batch.lens()[0])
         for index, own in enumerate(rows):
             logits[index].append(own)
         for tap, stream in enumerate(tapped):
-            for index, own in enumerate(stream.split(batch.qo_lens)):
+            for index, own in enumerate(stream.split(batch.lens()[0])):
                 streams[index][tap].append(own)
     return [torch.cat(each) for each in logits], [[torch.cat(t) for t in s] for s in streams]
 

@@ -13,6 +13,11 @@ from nanospec.spec.sampler import SamplingRows, sampling_rows
 from nanospec.types import AcceptResult, Draft, PackedRows, PlanKind, Request, Resources, VerifyPlan
 from tests import helpers
 
+
+def roots_of(requests: list[Request], logits: Tensor) -> SamplingRows:
+    return sampling_rows(requests, logits.shape[1], logits.device)
+
+
 CPU = torch.device("cpu")
 TREE = [0, 0, 1, 1, 2, 3]  #  root: rows 1, 2; row 1: rows 3, 4; row 2: row 5; row 3: row 6
 
@@ -47,7 +52,7 @@ def outcome(result: AcceptResult) -> list[tuple[list[int], list[int]]]:
 def follow(draft: Draft | None, argmaxes: list[int]) -> tuple[list[int], list[int]]:
     plan, requests, packed = planned([draft], 10, SamplingParams(temperature=0))
     logits = torch.nn.functional.one_hot(torch.tensor(argmaxes), 10).float()
-    return outcome(accept(plan, logits, requests, packed))[0]
+    return outcome(accept(plan, logits, roots_of(requests, logits), packed))[0]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def test_tiny_temperatures_judge_sampled_drafts_greedily(temperature: float) -> 
     ):
         q = torch.tensor([[0.1, 0.8, 0.1], [1.0, 0.0, 0.0]])
         plan, requests, packed = planned([Draft([1, 0], probs=q)], 3, params)
-        ((tokens, path),) = outcome(accept(plan, logits, requests, packed))
+        ((tokens, path),) = outcome(accept(plan, logits, roots_of(requests, logits), packed))
         assert tokens[:2] == [1, 0] and path == [0, 1, 2] and 0 <= tokens[2] < 3
 
 

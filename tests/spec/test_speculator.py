@@ -222,11 +222,11 @@ def test_a_plan_that_breaks_the_contract_stops_the_step_before_anything_changes(
     llm = build(qwen3, Own, monkeypatch)
     request = llm.engine.add([5, 6, 7], helpers.greedy(20))
     llm.engine.step()
-    before = (list(request.tokens), request.kv_len, llm.engine._ctx.cache.k.clone())
+    before = (list(request.tokens), request.kv_len, llm.engine._ctx.caches[0].k.clone())
     with pytest.raises(PlanError, match=message):
         llm.engine.step()
     assert (request.tokens, request.kv_len) == before[:2]
-    assert torch.equal(llm.engine._ctx.cache.k, before[2])
+    assert torch.equal(llm.engine._ctx.caches[0].k, before[2])
 
 
 @pytest.mark.parametrize(

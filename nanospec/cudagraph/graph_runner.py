@@ -1,0 +1,177 @@
+"""CUDA graphs: a forward is launched at once, whatever its requests, for the number of its rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanospec.attention.batch import ForwardBatch
+from nanospec.config import ModelConfig
+from nanospec.cudagraph.buckets import pad_batch, row_tiers, tier_of
+from nanospec.cudagraph.runner import EagerRunner, Target, TargetOutput
+
+_GRAPH_BYTES = 8 * 2**20  # of one graph's nodes, about, for a decoder of 36 layers
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """What a batch may hold to be replayed, and what it is likely to."""
+
+    rows: int  # the largest tier; 0: no graphs
+    segments: int
+    logits: int  # rows whose logits are wanted
+    pages: int  # of a request
+    plan_rows: int  # of a request's plan, for which attention is tuned
+    has_words: bool  # whether there may be masked segments
+
+
+class Graphs:
+    """Graphs of callables, by name and tier, in one pool of memory.
+
+    Invariant: what a graph reads and writes lies in buffers of its owner. Memory of the pool is
+    shared by all graphs, so what one leaves there the next one overwrites.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+
+    def __len__(self) -> int:
+        """How many were captured."""
+        return len(self._graphs)
+
+    def capture(self, name: str, tiers: Sequence[int], run: Callable[[int], None]) -> None:
+        """Capture `run(tier)` for each tier, the largest first, so that others fit its memory.
+
+        Each runs once before, which compiles kernels and lets libraries allocate what they keep.
+        """
+        progress = tqdm(sorted(tiers, reverse=True), desc=name, unit="graph", disable=None)
+        for tier in progress:
+            run(tier)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                run(tier)
+            self._graphs[name, tier] = graph
+
+    def replay(self, name: str, tier: int) -> None:
+        """Launch a graph."""
+        self._graphs[name, tier].replay()
+
+
+class GraphRunner:
+    """See `ModelRunner`. Batches beyond the largest tier run eagerly.
+
+    A graph of n rows serves any mix of plain, verified and prompt rows, in up to n segments. Its
+    output is valid until the next run.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        eager: EagerRunner,
+        graphs: Graphs,
+        limits: GraphLimits,
+        embedding: Tensor,
+        scratch_slot: int,
+    ):
+        """Allocate what graphs read and write.
+
+        Args:
+            target: a decoder.
+            eager: runs it; its attention takes lengths from the device.
+            graphs: where to capture.
+            limits: of any batch that is replayed.
+            embedding: [V, H], the target's.
+            scratch_slot: takes keys and values of rows of nobody.
+        """
+        self._target, self._eager = target, eager
+        self._graphs, self._limits, self._scratch_slot = graphs, limits, scratch_slot
+        self._tiers, self._logit_tiers = row_tiers(limits.rows), row_tiers(limits.logits)
+        rows, segments = limits.rows, self._num_segments(limits.rows)
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=embedding.device)
+
+        self._token_ids, self._positions, self._slots = integers(3, rows).unbind()
+        self._slots.fill_(scratch_slot)
+        self._words = integers(rows) if limits.has_words else None
+        self._qo_indptr = integers(segments + 1, dtype=torch.int32)
+        self._kv_lens = integers(segments, dtype=torch.int32)
+        self._page_tables = integers(segments, limits.pages, dtype=torch.int32)
+        self._logit_rows = integers(limits.logits)
+        vocab_size, hidden_size = embedding.shape
+        self._hidden = embedding.new_zeros(rows, hidden_size)
+        self._logits = embedding.new_zeros(limits.logits, vocab_size)
+
+    def capture(self) -> None:
+        """Capture every tier."""
+        self._graphs.capture("forward", self._tiers, self._forward)
+        self._graphs.capture("logits", self._logit_tiers, self._head)
+
+    def run(self, batch: ForwardBatch) -> TargetOutput:
+        """See `ModelRunner.run`."""
+        tier = tier_of(batch.num_tokens, self._tiers)
+        count = len(batch.logit_rows)
+        logit_tier = tier_of(count, self._logit_tiers)
+        if tier is None or logit_tier is None:
+            return self._eager.run(batch)
+        self._fill(pad_batch(batch, tier, self._num_segments(tier), self._scratch_slot))
+        self._graphs.replay("forward", tier)
+        if count > 0:
+            self._logit_rows[:count].copy_(batch.logit_rows)
+            self._graphs.replay("logits", logit_tier)
+        return TargetOutput(self._logits[:count], tier)
+
+    def _num_segments(self, tier: int) -> int:
+        return min(tier, self._limits.segments)
+
+    def _fill(self, batch: ForwardBatch) -> None:
+        """Copy a padded batch to where graphs read it."""
+        rows, segments = batch.num_tokens, batch.num_reqs
+        self._token_ids[:rows].copy_(batch.token_ids)
+        self._positions[:rows].copy_(batch.positions)
+        self._slots[:rows].copy_(batch.slots)
+        self._qo_indptr[: segments + 1].copy_(batch.qo_indptr)
+        self._kv_lens[:segments].copy_(batch.kv_lens)
+        self._page_tables[:segments, : batch.page_tables.shape[1]].copy_(batch.page_tables)
+        if self._words is not None:
+            words = self._words[:rows]
+            words.zero_() if batch.words is None else words.copy_(batch.words)
+
+    def _forward(self, tier: int) -> None:
+        """Run the target on what `_fill` has left; what is captured."""
+        segments = self._num_segments(tier)
+        batch = ForwardBatch(
+            token_ids=self._token_ids[:tier],
+            positions=self._positions[:tier],
+            slots=self._slots[:tier],
+            qo_indptr=self._qo_indptr[: segments + 1],
+            kv_lens=self._kv_lens[:segments],
+            page_tables=self._page_tables[:segments],
+            logit_rows=self._logit_rows[:0],
+            max_rows=self._limits.plan_rows,
+            words=None if self._words is None else self._words[:tier],
+        )
+        self._hidden[:tier].copy_(self._eager.hidden(batch))
+
+    def _head(self, tier: int) -> None:
+        """Map the wanted rows of what `_forward` has left to logits; what is captured."""
+        self._target.logits(self._hidden[self._logit_rows[:tier]], out=self._logits[:tier])
+
+
+def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int) -> int:
+    """Return about how much memory graphs of a target take, buffers included.
+
+    Measured in `docs/results/graphs.md`.
+    """
+    if limits.rows == 0:
+        return 0
+    width, vocab_size = model.hidden_size, model.vocab_size
+    buffers = limits.rows * width + limits.logits * vocab_size
+    # What a layer holds at once of each row: the residual stream, heads, both halves of the MLP.
+    activations = limits.rows * (6 * width + 4 * model.intermediate_size)
+    num_graphs = len(row_tiers(limits.rows)) + len(row_tiers(limits.logits))
+    return (buffers + activations) * itemsize + num_graphs * _GRAPH_BYTES
