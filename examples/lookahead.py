@@ -32,6 +32,7 @@ class LookaheadSpeculator(Speculator):
         for rows in step.committed:
             tokens = rows.request.tokens[rows.start : rows.end + 1]
             self._after |= dict(pairwise(tokens))
+        assert step.logits is not None, "it does not run ahead"
         follows = step.logits.argmax(dim=-1).tolist()
         for token, follower in zip(step.rows.token_ids.tolist(), follows, strict=True):
             self._after.setdefault(token, follower)

@@ -2,8 +2,9 @@
 
 from nanospec.config import EngineConfig
 from nanospec.llm import LLM, RequestOutput
+from nanospec.params import SamplingParams
 from nanospec.spec.speculator import Speculator
-from nanospec.types import Draft, SamplingParams, VerifyPlan
+from nanospec.types import Draft, VerifyPlan
 
 __version__ = "0.1.0"
 

@@ -26,15 +26,14 @@ class Calibration:
         self._sums: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((NUM_BINS, 3)))
 
     def __call__(self, step: StepOutput) -> None:
-        """Count a round. Synchronises if counts or survivals are on a GPU."""
-        counts = step.plan.num_rows.tolist()
-        for draft, count, path, emitted in zip(
-            step.drafts, counts, step.path, step.emitted, strict=True
+        """Count a round. Synchronises if survivals are on a GPU."""
+        for index, (draft, count, path) in enumerate(
+            zip(step.drafts, step.counts, step.path, strict=True)
         ):
             if draft is None or draft.survival is None:
                 continue
-            survival = as_list(draft.survival)
-            deepest = len(emitted) if len(emitted) < len(path) else count
+            survival: list[float] = as_list(draft.survival)
+            deepest = step.deepest(index)
             for row, depth, alive in zip(range(1, count), draft.depths, survival, strict=False):
                 if depth <= deepest:
                     index = min(int(alive * NUM_BINS), NUM_BINS - 1)

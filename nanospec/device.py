@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def to_device(
-    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Return a tensor of (nested) lists of numbers, without waiting for the device.
+    """Return a tensor of a number or (nested) lists of numbers, without waiting for the device.
 
     A copy from pageable memory waits for all work before it, one from pinned memory does not.
     """

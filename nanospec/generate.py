@@ -27,10 +27,11 @@ from nanospec import config as choices
 from nanospec.config import EngineConfig
 from nanospec.errors import ConfigError, NanospecError
 from nanospec.llm import LLM, output_of
+from nanospec.params import SamplingParams
 from nanospec.prompts import Conversation, finished_rows, read_prompts
 from nanospec.stats import Stats
 from nanospec.trace import Tracer
-from nanospec.types import Request, SamplingParams
+from nanospec.types import Request
 
 # Command-line options that are fields of SamplingParams.
 _SAMPLING = (

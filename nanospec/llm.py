@@ -8,9 +8,10 @@ from nanospec.config import EngineConfig
 from nanospec.engine.engine import Engine
 from nanospec.errors import ConfigError
 from nanospec.models.loader import resolve_model
+from nanospec.params import SamplingParams
 from nanospec.stats import Stats
 from nanospec.text import Message, Tokenizer
-from nanospec.types import FinishReason, Request, SamplingParams
+from nanospec.types import FinishReason, Request
 
 Prompt = str | Sequence[int]  # text, or token ids
 

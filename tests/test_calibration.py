@@ -1,5 +1,6 @@
 """Predicted against observed survival: by hand, and as a small engine counts its own rounds."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from nanospec.calibration import Calibration
-from nanospec.types import Draft
+from nanospec.types import Draft, StepOutput
 from tests import helpers
 
 GOLDEN = Path(__file__).resolve().parent / "data" / "golden" / "A"
@@ -23,13 +24,14 @@ def make_step(
     cut: int = 0,
 ) -> Any:
     """Return what `Calibration` reads of a round; a stop cuts off so many tokens of each path."""
-    num_rows = torch.tensor([1 + count for count in verified])
-    return SimpleNamespace(
+    step = SimpleNamespace(
         drafts=list(drafts),
-        plan=SimpleNamespace(num_rows=num_rows),
+        counts=[1 + count for count in verified],
         path=list(paths),
         emitted=[[7] * (len(path) - cut) for path in paths],
     )
+    step.deepest = functools.partial(StepOutput.deepest, step)
+    return step
 
 
 def observed(*steps: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import nanospec
 ROOT = Path(nanospec.__file__).parent
 LAYERS = [
     "errors",
+    "params",
     "stats",
     "device",
     "template",

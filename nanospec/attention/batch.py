@@ -8,6 +8,8 @@ from torch import Tensor
 
 from nanospec.device import to_device
 
+LONG_ROWS = 65  # a segment of so many rows is part of a prompt: no plan has as many
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

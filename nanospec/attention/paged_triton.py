@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec.attention.batch import LONG_ROWS
 from nanospec.attention.mask import MAX_MASKED_ROWS
 
 # Of a tile: segment or -1; its first row in the segment; segment's first row of all, rows, keys.
@@ -53,13 +54,14 @@ def launch_shape(
     block_rows = packed // group
     per_segment = triton.cdiv(max_rows, block_rows)
     tiles = min(num_tiles(num_rows, num_reqs, block_rows), num_reqs * per_segment)
+    programs = max(tiles, 1) * num_kv_heads
     return LaunchShape(
         block_rows=block_rows,
         # A step of 64 keys is 32 KiB at D = 128 in 16 bits. Two steps in flight in each of the two
         # programs that a multiprocessor holds are 128 KiB; memory needs about 44 KiB (4.8 TB/s for
         # 1.2 us over 132 multiprocessors), the rest bridges what the programs do meanwhile.
         block_keys=64,
-        num_splits=_choose_splits(max(tiles, 1) * num_kv_heads, num_sms),
+        num_splits=_choose_splits(programs, num_sms) if max_rows < LONG_ROWS else 1,
         num_warps=4,
         num_stages=3,
     )

@@ -1,13 +1,13 @@
 """CUDA graphs: a forward is launched at once, whatever its requests, for the number of its rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.batch import LONG_ROWS, ForwardBatch
 from nanospec.config import ModelConfig
 from nanospec.cudagraph.buckets import pad_batch, row_tiers, tier_of
 from nanospec.cudagraph.runner import EagerRunner, Target, TargetOutput
@@ -106,6 +106,11 @@ class GraphRunner:
         self._hidden = embedding.new_zeros(rows, hidden_size)
         self._logits = embedding.new_zeros(limits.logits, vocab_size)
 
+    @property
+    def tiers(self) -> Sequence[int]:
+        """Rows of each graph, rising."""
+        return self._tiers
+
     def capture(self) -> None:
         """Capture every tier."""
         self._graphs.capture("forward", self._tiers, self._forward)
@@ -117,7 +122,8 @@ class GraphRunner:
         count = len(batch.logit_rows)
         logit_tier = tier_of(count, self._logit_tiers)
         if tier is None or logit_tier is None:
-            return self._eager.run(batch)
+            # Prompts, mostly. Whatever they are, attention is launched alike: none is compiled.
+            return self._eager.run(replace(batch, max_rows=max(batch.max_rows, LONG_ROWS)))
         self._fill(pad_batch(batch, tier, self._num_segments(tier), self._scratch_slot))
         self._graphs.replay("forward", tier)
         if count > 0:

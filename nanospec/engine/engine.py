@@ -18,9 +18,11 @@ from nanospec.engine.pages import PageAllocator
 from nanospec.engine.round import Flight, RoundContext, launch, settle
 from nanospec.engine.scheduler import Scheduler
 from nanospec.engine.sizing import count_pages, graph_limits, new_cache
+from nanospec.engine.warmup import warm_up
 from nanospec.errors import BackendUnavailableError, ConfigError
 from nanospec.models.decoder import Decoder
 from nanospec.models.loader import load_decoder
+from nanospec.params import SamplingParams
 from nanospec.spec.registry import create_speculator
 from nanospec.spec.speculator import (
     COMMIT,
@@ -33,7 +35,7 @@ from nanospec.spec.speculator import (
 )
 from nanospec.stats import Stats, StepStats
 from nanospec.text import TextStream, Tokenizer
-from nanospec.types import Request, SamplingParams, StepOutput
+from nanospec.types import Request, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,17 @@ class Engine:
         self.step_stats = StepStats()
         self.observers: list[Callable[[StepOutput], None]] = []  # see what each round did
         self._ctx = self._round_context(config, decoder)
+        if self.device.type == "cuda":
+            started = time.perf_counter()
+            warm_up(
+                self._ctx,
+                self.speculator.effective,
+                self.model_config.vocab_size,
+                config.max_num_batched_tokens,
+                self.max_model_len,
+            )
+            torch.cuda.synchronize()
+            logger.info("warmed up in %.1f s", time.perf_counter() - started)
         self.scheduler = self._ctx.scheduler
         self.pages = self.scheduler.pages
         self._acceptance = config.acceptance

@@ -24,8 +24,6 @@ class PackedStep:
     batch: ForwardBatch
     rows: PackedRows
     first_row: int
-    counts: list[int]  # [R] rows of each of the plan's requests
-    starts: Tensor  # [R] int64, tokens before each root
 
 
 def pack(
@@ -52,8 +50,6 @@ def pack(
             for.
     """
     counts = plan.row_counts
-    if counts is None:
-        counts = plan.num_rows.tolist()  # synchronises
     host_starts = [len(request.tokens) - 1 for request in requests]
     starts = to_device(host_starts, device)
     starts = starts if ahead is None else starts + ahead
@@ -67,14 +63,16 @@ def pack(
         page_size=page_size,
         scratch_slot=scratch_slot,
     )
-    rows = _first_rows(rows, sum(counts))
     chunk_rows = to_device(_chunk_rows(chunks, page_size), device)
     chunk_lens = [chunk.num_rows for chunk in chunks]
     chunk_ends = [chunk.request.kv_len + chunk.num_rows for chunk in chunks]
     words = None
     if plan.num_masked > 0:
         words = torch.cat((torch.zeros_like(chunk_rows[0]), rows.words))
-    host_ends = [start + count for start, count in zip(host_starts, counts, strict=True)]
+    host_lens = None
+    if counts is not None and ahead is None:
+        host_ends = [start + count for start, count in zip(host_starts, counts, strict=True)]
+        host_lens = (chunk_lens + counts, chunk_ends + host_ends)
     starts_of_chunks = list(accumulate(chunk_lens, initial=0))[:-1]
     batch = ForwardBatch(
         token_ids=torch.cat((chunk_rows[0], rows.token_ids)),
@@ -87,28 +85,13 @@ def pack(
             (to_device(chunk_ends, device, torch.int32), (starts + plan.num_rows).int())
         ),
         page_tables=tables,
-        logit_rows=torch.arange(first_row, first_row + sum(counts), device=device),
-        max_rows=max([*chunk_lens, *counts], default=0),
+        logit_rows=torch.arange(first_row, first_row + plan.num_tokens, device=device),
+        max_rows=max([*chunk_lens, plan.max_rows]),
         num_masked=plan.num_masked,
         words=words,
-        host_lens=(chunk_lens + counts, chunk_ends + host_ends) if ahead is None else None,
+        host_lens=host_lens,
     )
-    return PackedStep(batch, rows, first_row, counts, starts)
-
-
-def _first_rows(rows: PackedRows, count: int) -> PackedRows:
-    """Leave the unused rows at the end away."""
-    if count == len(rows.token_ids):
-        return rows
-    return PackedRows(
-        token_ids=rows.token_ids[:count],
-        positions=rows.positions[:count],
-        slots=rows.slots[:count],
-        words=rows.words[:count],
-        request=rows.request[:count],
-        depth=rows.depth[:count],
-        offsets=rows.offsets,
-    )
+    return PackedStep(batch, rows, first_row)
 
 
 def _chunk_rows(chunks: Sequence[Segment], page_size: int) -> list[list[int]]:

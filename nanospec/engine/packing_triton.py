@@ -26,15 +26,16 @@ def _pack_kernel(
     page_size,
     num_tokens,
     IS_MASK: tl.constexpr,
-    REQS: tl.constexpr,
+    LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     # One program per request. Each lane is a row and walks up to the root by itself, reading only
     # the plan, so no lane waits for another.
     request = tl.program_id(0)
-    others = tl.arange(0, REQS)
-    counts = tl.load(num_rows_ptr + others, mask=others < num_reqs, other=0)
-    start = tl.sum(tl.where(others < request, counts, 0))
+    start = tl.zeros((), tl.int64)
+    for first in range(0, request, LANES):
+        others = first + tl.arange(0, LANES)
+        start += tl.sum(tl.load(num_rows_ptr + others, mask=others < request, other=0))
     count = tl.load(num_rows_ptr + request)
     tl.store(offsets_ptr + request, start)
     if request == num_reqs - 1:
@@ -98,8 +99,8 @@ def pack_rows(
         page_size,
         plan.num_tokens,
         IS_MASK=is_mask,
-        REQS=triton.next_power_of_2(num_reqs),
-        ROWS=triton.next_power_of_2(max_rows),
+        LANES=128,
+        ROWS=max(8, triton.next_power_of_2(max_rows)),
     )
     token_ids, positions, slots, words, request, depth = out.unbind(0)
     return PackedRows(token_ids, positions, slots, words, request, depth, offsets)

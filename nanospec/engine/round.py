@@ -10,10 +10,10 @@ round is launched before this one is settled: the device never waits for the hos
 learns a round late, a stop say, ends nothing but its own request; what that did meanwhile is
 dropped.
 
-Host synchronisations per round, in order: `admit` reads how many drafts of each request are
-verified, where survivals live on a GPU; `plan` reads drafts whose tokens live there, but for those
-of `DraftRows`; attention that plans on the host reads lengths the host does not know; `settle`
-reads accepted paths and tokens. On the default path there is only the last.
+Host synchronisations per round, in order: `admit` reads how many drafts are above a threshold,
+where survivals live on a GPU; `plan` reads drafts whose tokens live there, but for those of
+`DraftRows`; attention that plans on the host reads lengths the host does not know; `settle` reads
+accepted paths and tokens. On the default path there is only the last.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,11 +107,20 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     device = cache.k.device
     pending = None if before is None else pending_of(before, requests)
     num_other_rows = sum(segment.num_rows for segment in segments)
-    predicted_us = ctx.speculator.admit(requests, num_other_rows)  # how much of what was drafted
+    room = max(ctx.scheduler.max_num_batched_tokens - num_other_rows, 0)
+    verdict = ctx.speculator.admit(requests, num_other_rows, room)  # how much of what was drafted
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
     if pending is not None:
         plan = replace(plan, tokens=torch.cat((pending.roots[:, None], plan.tokens[:, 1:]), dim=1))
+    most_rows = [1 + request.num_planned for request in requests]
+    if verdict.counts is not None:
+        plan = replace(
+            plan,
+            num_rows=1 + verdict.counts,
+            num_tokens=len(requests) + verdict.total,
+            row_counts=None,
+        )
     ahead = None if pending is None else pending.num_tokens
     step = pack(  # where it goes
         plan,
@@ -128,7 +137,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     if result is None:
         result = accept(plan, output.logits, roots, step.rows)
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
-        _move_accepted(ctx, step, result)
+        move_accepted(ctx, step, result)
     flight = Flight(
         requests=requests,
         places={request: place for place, request in enumerate(requests)},
@@ -140,9 +149,9 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         output=output,
         result=result,
         answer=_Answer(result, plan),
-        predicted_us=predicted_us,
+        predicted_us=verdict.predicted_us,
     )
-    for request, count in zip(requests, step.counts, strict=True):
+    for request, count in zip(requests, most_rows, strict=True):
         request.draft, request.max_drafts = None, 0
         request.in_flight.append(count)
     if ctx.runs_ahead:
@@ -213,7 +222,7 @@ def _check(plan: VerifyPlan, requests: Sequence[Request], speculator: Speculator
         check_plan(plan, requests, effective, speculator.setup.model.vocab_size)
 
 
-def _move_accepted(ctx: RoundContext, step: PackedStep, result: AcceptResult) -> None:
+def move_accepted(ctx: RoundContext, step: PackedStep, result: AcceptResult) -> None:
     """Move the keys and values of accepted rows to where a chain would have put them."""
     starts = step.rows.offsets[:-1, None]
     last = len(step.rows.slots) - 1
@@ -236,11 +245,11 @@ def _commit_chunks(ctx: RoundContext, chunks: Sequence[Segment]) -> list[Committ
 
 
 class _Answer:
-    """Emitted tokens, path and parents of each request, on their way to the host."""
+    """Emitted tokens, path, parents and rows of each request, on their way to the host."""
 
     def __init__(self, result: AcceptResult, plan: VerifyPlan):
-        columns = (result.tokens, result.path, plan.parents, result.num_emitted[:, None])
-        values = torch.cat(columns, dim=1)
+        last = torch.stack((plan.num_rows, result.num_emitted), dim=1)
+        values = torch.cat((result.tokens, result.path, plan.parents, last), dim=1)
         self._width = plan.max_rows
         self._values = values.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
         self._arrived: torch.cuda.Event | None = None
@@ -248,24 +257,25 @@ class _Answer:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self._arrived.record()
 
-    def read(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        """Wait; then return tokens, path and parents of each request."""
+    def read(self) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]:
+        """Wait; then return tokens, path, parents and the number of rows of each request."""
         if self._arrived is not None:
             self._arrived.synchronize()
         width, read = self._width, self._values.tolist()
         tokens = [row[: row[-1]] for row in read]
         path = [row[width : width + row[-1]] for row in read]
-        return tokens, path, [row[2 * width : 3 * width] for row in read]
+        parents = [row[2 * width : 3 * width] for row in read]
+        return tokens, path, parents, [row[-2] for row in read]
 
 
 def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     """Make the accepted paths part of their requests: tokens, text, counters, pages."""
-    tokens, path, parents = flight.answer.read()
+    tokens, path, parents, counts = flight.answer.read()
     committed = list(flight.chunks)
     emitted: list[list[int]] = []
     reasons: list[FinishReason | None] = []
     for request, own, rows, above, count in zip(
-        flight.requests, tokens, path, parents, flight.step.counts, strict=True
+        flight.requests, tokens, path, parents, counts, strict=True
     ):
         if request.is_finished:  # by the round before, or aborted since
             emitted.append([])
@@ -290,12 +300,12 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
         requests=flight.requests,
         drafts=flight.drafts,
         plan=flight.plan,
-        counts=flight.step.counts,
+        counts=counts,
         emitted=emitted,
         reasons=reasons,
         path=path,
         committed=committed,
-        logits=flight.output.logits,
+        logits=None if ctx.runs_ahead else flight.output.logits,
         rows=flight.step.rows,
         num_tokens=flight.step.batch.num_tokens,
         tier=flight.output.tier,

@@ -38,7 +38,7 @@ class Scheduler:
     ):
         self.pages = pages
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._admit_limit = admit_limit
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -76,10 +76,10 @@ class Scheduler:
         """Choose the segments of the next forward; their pages are held when this returns.
 
         Rows of requests that already generate come first, as a long prompt must not stall them;
-        then prompts; drafts get the rows that are left.
+        then prompts. Drafts may have the rows that are left; whose they are is not decided here.
         """
         segments = [Segment(request, 1) for request in self._grow()]
-        budget = self._max_num_batched_tokens - len(segments)
+        budget = self.max_num_batched_tokens - len(segments)
         for request in self.running:
             if _num_pending(request) > 1 and budget > 0:
                 segments.append(Segment(request, min(_num_pending(request), budget)))
@@ -91,9 +91,6 @@ class Scheduler:
                 break
             segments.append(Segment(admitted, min(_num_pending(admitted), budget)))
             budget -= segments[-1].num_rows
-        for segment in segments:
-            segment.request.max_drafts = min(segment.request.num_planned, budget)
-            budget -= segment.request.num_planned
         return segments
 
     def commit(self, request: Request, num_rows: int) -> None:

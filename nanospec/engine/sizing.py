@@ -135,6 +135,11 @@ def _free_after_largest_step(config: EngineConfig, decoder: Decoder, resources: 
     torch.cuda.empty_cache()
     limits = graph_limits(config, resources, takes_device_counts=True)
     in_graphs = graph_bytes(limits, decoder.config, decoder.dtype.itemsize)
+    if (
+        resources.records_probs and limits.rows > 0
+    ):  # a drafter's: logits, q, and what a filter needs
+        per_request = (resources.max_rows - 1) * 12 + 64
+        in_graphs += config.max_num_seqs * decoder.config.vocab_size * per_request
     return config.gpu_memory_utilization * total - by_others - peak - in_graphs
 
 

@@ -1,12 +1,13 @@
 """Adaptive verification: every round, which of the drafts that were made are worth verifying.
 
 A policy speaks twice a round. `candidate_budget`, before drafts are made, says how many may be;
-`admit`, once the round's rows are known, lowers each request's `max_drafts` to what is verified.
-What keeps that lossless: survivals decide, never token values; and how *many* drafts of all are
-verified never depends on the survivals that are chosen from.
+`admit`, once the round's rows are known, says how many of each request are verified. What keeps
+that lossless: survivals decide, never token values; and how *many* drafts of all are verified never
+depends on the survivals that are chosen from.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,25 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, parse_adaptive
+from nanospec.device import to_device
 from nanospec.spec.budget import CostTable, admit, choose_budget
+from nanospec.spec.plan import common_origin
 from nanospec.types import Budget, EngineView, Request
 
 PROBE_ROUNDS = 32  # while nothing is drafted, try again so often
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which drafts a round verifies: leading ones of each request."""
+
+    counts: Tensor | None = None  # [R] int64, on the device; None: `max_drafts` of the requests
+    total: int = 0  # the sum of `counts`
+    predicted_us: float | None = None  # what the round should take, where that is known
+
+
 class Policy:
-    """Verifies every draft that was made: `adaptive=off`."""
+    """Verifies every draft that was made and has a row: `adaptive=off`."""
 
     needs_survival = False  # whether drafts must say how probably they survive
 
@@ -29,21 +41,18 @@ class Policy:
         """Return how many drafts may be made for the next round, `most` of a request."""
         return Budget(view.num_running * most, 1 + most)
 
-    def admit(self, requests: Sequence[Request], num_other_rows: int) -> float | None:
-        """Lower `max_drafts` of requests to what this round verifies.
-
-        Synchronises where survivals are on a GPU: the counts are read, as attention plans on the
-        host.
+    def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
+        """Choose what this round verifies.
 
         Args:
-            requests: R, those that sample. `max_drafts` says what there are pages and rows for.
+            requests: R, those that sample. `max_drafts` says what there are pages for, and may be
+                lowered.
             num_other_rows: rows of the forward that are no drafts.
-
-        Returns:
-            Microseconds that the round should take; None where costs are not known.
+            room: drafts that the forward can hold beside them.
         """
-        del requests, num_other_rows
-        return None
+        del num_other_rows
+        deal_out(requests, room)
+        return Verdict()
 
 
 class Schedule(Policy):
@@ -62,12 +71,11 @@ class Schedule(Policy):
         drafts = self._mean(view.num_running) > 0
         return Budget(view.num_running * most, 1 + most) if drafts else Budget(0, 1)
 
-    def admit(self, requests: Sequence[Request], num_other_rows: int) -> float | None:
+    def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
         """See `Policy.admit`."""
         del num_other_rows
         drafting = sum(request.num_planned > 0 for request in requests)
-        share_out(requests, drafting * self._mean(len(requests)))
-        return None
+        return share_out(requests, min(drafting * self._mean(len(requests)), room))
 
     def _mean(self, num_requests: int) -> int:
         means = (mean for first, last, mean in self._rows if first <= num_requests <= last)
@@ -75,39 +83,42 @@ class Schedule(Policy):
 
 
 class Threshold(Policy):
-    """Verifies a request's drafts while their survival is no less than a bound."""
+    """Verifies a request's drafts while their survival is no less than a bound.
+
+    Synchronises where survivals are on a GPU: how many rows that makes, the host must know.
+    """
 
     needs_survival = True
 
     def __init__(self, bound: float):
         self._bound = bound
 
-    def admit(self, requests: Sequence[Request], num_other_rows: int) -> float | None:
+    def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
         """See `Policy.admit`."""
         del num_other_rows
-        drafting = [request for request in requests if request.num_planned > 0]
-        if drafting:
-            enough = planned_survival(drafting) >= self._bound
+        if any(request.num_planned > 0 for request in requests):
+            enough = planned_survival(requests) >= self._bound
             counts = enough.long().cumprod(dim=1).sum(dim=1)
-            for request, count in zip(drafting, counts.tolist(), strict=True):
-                request.max_drafts = count
-        return None
+            for request, count in zip(requests, counts.tolist(), strict=True):
+                request.max_drafts = min(count, request.num_planned)
+        return share_out(requests, room)
 
 
 class Costs(Policy):
     """As many drafts as give most tokens per second by a cost table: `adaptive=auto`.
 
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
-    of its drafts. Without drafts there would be no new survivals, and 0 for ever: every
-    `PROBE_ROUNDS` rounds, and whenever another number of requests runs, there is a probe. It makes
-    drafts and verifies one a request at least, so that estimators learn, and the round after it
-    decides by what the probe has shown.
+    of its drafts. Where none pays, no more are made. As without drafts there would be no new
+    survivals, and 0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and whenever another
+    number of requests runs: drafts are made again, and the round after decides by what they
+    promise. Where survivals are learnt from outcomes, a probe verifies one draft of each request.
     """
 
     needs_survival = True
 
-    def __init__(self, table: CostTable):
+    def __init__(self, table: CostTable, *, learns: bool = False):
         self._table = table
+        self._learns = learns  # whether survivals are learnt from what is verified
         self._known: dict[Request, np.ndarray] = {}  # survivals of an earlier round
         self._copy: _HostCopy | None = None  # those of the last round, on their way here
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
@@ -126,29 +137,49 @@ class Costs(Policy):
         self._rounds_off = None
         return Budget(view.num_running * most, 1 + most)
 
-    def admit(self, requests: Sequence[Request], num_other_rows: int) -> float | None:
+    def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
         """See `Policy.admit`."""
         drafting = [request for request in requests if request.num_planned > 0]
         if not drafting:
-            return float(self._table.verify_us(np.array([num_other_rows]))[0])
+            return self._verdict(requests, num_other_rows, share_out(requests, 0), 0)
         if self._copy is not None:
             self._known |= self._copy.read()
-        budget = choose_budget(
+        survival = planned_survival(requests)
+        self._copy = _HostCopy(requests, survival)
+        budget = min(self._choose(drafting, len(requests), num_other_rows), room)
+        if self._is_probe:
+            if self._learns and budget < len(drafting):
+                deal_out(requests, min(len(drafting), room))
+                budget = sum(request.num_planned for request in requests)
+            self._is_probe = False
+        elif budget == 0 and self._never_pays(drafting, len(requests)):
+            self._rounds_off, self._running_then = 0, None
+        self._known = {each: own for each, own in self._known.items() if not each.is_finished}
+        return self._verdict(
+            requests, num_other_rows, share_out(requests, budget, survival), budget
+        )
+
+    def _choose(self, drafting: Sequence[Request], num_requests: int, num_other_rows: int) -> int:
+        return choose_budget(
             np.concatenate([self._expected(request) for request in drafting]),
             self._table,
-            num_requests=len(requests),
+            num_requests=num_requests,
             num_other_rows=num_other_rows,
         )
-        if self._is_probe:  # decided before this round's drafts were made
-            budget = max(budget, len(drafting))
-            self._is_probe = False
-        elif budget == 0:
-            self._rounds_off, self._running_then = 0, None
-        self._copy = _HostCopy(drafting, planned_survival(drafting))
-        share_out(requests, budget)
-        self._known = {each: own for each, own in self._known.items() if not each.is_finished}
+
+    def _never_pays(self, drafting: Sequence[Request], num_requests: int) -> bool:
+        """Whether a zero says that drafting should stop: no passing prompt, no minority is why."""
+        is_most = 2 * len(drafting) >= num_requests
+        return is_most and self._choose(drafting, num_requests, num_requests) == 0
+
+    def _verdict(
+        self, requests: Sequence[Request], num_other_rows: int, verdict: Verdict, budget: int
+    ) -> Verdict:
+        """Add what the round should take: its rows and, unless drafting has stopped, its drafts."""
         cost = float(self._table.verify_us(np.array([num_other_rows + budget]))[0])
-        return cost + (self._table.draft_us(len(requests)) if budget else 0.0)
+        if self._rounds_off is None:
+            cost += self._table.draft_us(max(len(requests), 1))
+        return Verdict(verdict.counts, verdict.total, cost)
 
     def _expected(self, request: Request) -> np.ndarray:
         """Return survivals of an earlier round, [K], for as many drafts as there are now."""
@@ -163,7 +194,7 @@ class _HostCopy:
     """Survivals on their way to the host. Nobody waits: they are read a round later."""
 
     def __init__(self, requests: Sequence[Request], survival: Tensor):
-        self._counts = {request: request.num_planned for request in requests}
+        self._counts = [(request, request.num_planned) for request in requests]
         self._values = survival.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
         self._arrived: torch.cuda.Event | None = None
         if survival.is_cuda:
@@ -177,17 +208,21 @@ class _HostCopy:
         rows = self._values.numpy()
         return {
             request: row[:count]
-            for (request, count), row in zip(self._counts.items(), rows, strict=True)
+            for (request, count), row in zip(self._counts, rows, strict=True)
+            if count > 0
         }
 
 
-def create_policy(config: EngineConfig, most: int, about: dict[str, str]) -> Policy:
+def create_policy(
+    config: EngineConfig, most: int, about: dict[str, str], *, learns: bool = False
+) -> Policy:
     """Build the policy that a config names.
 
     Args:
         config: its `adaptive` and `cost_table`.
         most: drafts of one request.
         about: model, device and dtype, for which a cost table must have been measured.
+        learns: whether survivals are learnt from what is verified.
 
     Raises:
         ConfigError: the cost table cannot be used.
@@ -199,46 +234,88 @@ def create_policy(config: EngineConfig, most: int, about: dict[str, str]) -> Pol
         return Threshold(value)
     if kind == "auto":
         assert config.cost_table is not None, "the config has checked it"
-        return Costs(CostTable.load(Path(config.cost_table), about))
+        return Costs(CostTable.load(Path(config.cost_table), about), learns=learns)
     return Policy()
 
 
 def planned_survival(requests: Sequence[Request]) -> Tensor:
     """Return the survivals of the drafts that could be verified, [R, K] fp32 where they are.
 
-    Behind a request's own there is -1.
+    Behind a request's own there is anything.
+
+    Args:
+        requests: R, one of which at least has a draft.
     """
-    rows, index, start = [], [], 0
+    origin = common_origin(requests)
+    if origin is not None and origin.survival is not None:
+        rows = [r.draft.row if r.draft is not None and r.num_planned else 0 for r in requests]
+        if rows == list(range(len(origin.survival))):
+            return origin.survival
+        return origin.survival[to_device(rows, origin.survival.device)]
     width = max(request.num_planned for request in requests)
-    for request in requests:
+    survival = torch.zeros(len(requests), width)
+    for own, request in zip(survival, requests, strict=True):
         count = request.num_planned
         if count > 0:
             assert request.draft is not None and request.draft.survival is not None
-            rows.append(torch.as_tensor(request.draft.survival[:count], dtype=torch.float32))
-        index.append([*range(start, start + count), *[-1] * (width - count)])
-        start += count
-    flat = torch.cat([*rows, rows[0].new_full((1,), -1.0)])
-    return flat[torch.tensor(index).to(flat.device)]
+            own[:count] = torch.as_tensor(request.draft.survival[:count])
+    return survival
 
 
-def share_out(requests: Sequence[Request], budget: int) -> None:
-    """Split a budget over the requests' drafts by survival; set `max_drafts`."""
+def share_out(requests: Sequence[Request], budget: int, survival: Tensor | None = None) -> Verdict:
+    """Split a budget over the requests' drafts by survival.
+
+    Where the drafts lie on a device, so do the counts. Else `max_drafts` are lowered.
+
+    Args:
+        requests: R.
+        budget: drafts of all requests, at most.
+        survival: [R, K] of `planned_survival`, if the caller has it.
+    """
     counts = [request.num_planned for request in requests]
     if sum(counts) <= budget:
-        return
-    survival = planned_survival(requests)
-    device = survival.device
-    depth = torch.zeros(survival.shape, dtype=torch.int64)
-    for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
-        if request.draft is not None:
-            depth[index, :count] = torch.tensor(request.draft.depths[:count])
+        return Verdict()
+    survival = planned_survival(requests) if survival is None else survival
+    depth = _depths(requests, survival)
     # A sampled tree keeps the order of its draws, in which survival may rise again. A later row
     # must not bring in an earlier one: whether a row is verified depends on rows before it alone.
     admitted = admit(
         survival.cummin(dim=1).values,
-        depth.cummax(dim=1).values.to(device),
-        torch.tensor(counts).to(device),
-        torch.tensor(budget).to(device),
+        depth,
+        to_device(counts, survival.device),
+        to_device(budget, survival.device),
     )
+    origin = common_origin(requests)
+    if origin is not None and origin.survival is not None:
+        return Verdict(admitted.counts, budget)
     for request, count in zip(requests, admitted.counts.tolist(), strict=True):
         request.max_drafts = count
+    return Verdict()
+
+
+def _depths(requests: Sequence[Request], survival: Tensor) -> Tensor:
+    """Return the depth of each draft, [R, K] int64, never falling along a draft."""
+    count, width = survival.shape
+    depth = torch.arange(1, width + 1, device=survival.device).expand(count, -1).contiguous()
+    if all(request.draft is None or request.draft.parents is None for request in requests):
+        return depth
+    for own, request in zip(depth, requests, strict=True):
+        if request.draft is not None:
+            found = request.draft.depths[: request.num_planned]
+            own[: len(found)] = torch.tensor(found).cummax(dim=0).values
+    return depth
+
+
+def deal_out(requests: Sequence[Request], room: int) -> None:
+    """Lower `max_drafts` so that no more than `room` drafts are left, one each at a time."""
+    planned = [request.num_planned for request in requests]
+    if sum(planned) <= room:
+        return
+    shares, left = [0] * len(planned), room
+    for depth in range(max(planned)):
+        for index, own in enumerate(planned):
+            if own > depth and left > 0:
+                shares[index] += 1
+                left -= 1
+    for request, share in zip(requests, shares, strict=True):
+        request.max_drafts = share

@@ -32,7 +32,7 @@ def _kth(keys, there, count, STEPS: tl.constexpr):
 
 
 # Numbers that change from round to round are not specialised on: no round waits for a compiler.
-@triton.jit(do_not_specialize=["num_reqs", "num_chunk_rows"])
+@triton.jit(do_not_specialize=["num_reqs", "width", "num_chunk_rows"])
 def _admit_kernel(
     survival_ptr,
     depth_ptr,
@@ -42,8 +42,8 @@ def _admit_kernel(
     logit_offsets_ptr,
     row_offsets_ptr,
     num_reqs,
+    width,
     num_chunk_rows,
-    WIDTH: tl.constexpr,
     REQS: tl.constexpr,
     ROWS: tl.constexpr,
     TIE_STEPS: tl.constexpr,
@@ -53,11 +53,11 @@ def _admit_kernel(
     request = tl.arange(0, REQS)
     row = tl.arange(0, ROWS)
     num_drafts = tl.load(num_drafts_ptr + request, mask=request < num_reqs, other=0)
-    there = (row[None, :] < num_drafts[:, None]) & (row[None, :] < WIDTH)
-    at = request[:, None] * WIDTH + row[None, :]
+    there = (row[None, :] < num_drafts[:, None]) & (row[None, :] < width)
+    at = request[:, None] * width + row[None, :]
     survival = tl.load(survival_ptr + at, mask=there, other=0.0)
     keys = survival.to(tl.int32, bitcast=True).to(tl.int64)
-    total = tl.sum(tl.minimum(num_drafts, WIDTH))
+    total = tl.sum(tl.minimum(num_drafts, width))
     budget = tl.minimum(tl.maximum(tl.load(budget_ptr), 0), total)
     least, ties = _kth(keys, there, budget, 16)
     is_tied = there & (keys == least)
@@ -84,7 +84,10 @@ def admit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `budget.admit`; returns the fields of an `Admission` in their order."""
     num_reqs, width = survival.shape
-    reqs, rows = triton.next_power_of_2(num_reqs), triton.next_power_of_2(width)
+    assert survival.is_contiguous() and depth.is_contiguous(), "rows must follow each other"
+    # One kernel serves all rounds of an engine: its bounds are wider than most of them need.
+    reqs = max(256, triton.next_power_of_2(num_reqs))
+    rows = max(8, triton.next_power_of_2(width))
     counts = torch.empty(num_reqs, dtype=torch.int64, device=survival.device)
     logit_offsets, row_offsets = counts.new_empty(num_reqs + 1), counts.new_empty(num_reqs + 1)
     tie_bits = 7 + (reqs * rows - 1).bit_length()  # depths below 128, then request and place
@@ -97,11 +100,11 @@ def admit(
         logit_offsets,
         row_offsets,
         num_reqs,
+        width,
         num_chunk_rows,
-        WIDTH=width,
         REQS=reqs,
         ROWS=rows,
         TIE_STEPS=(tie_bits + 1) // 2,
-        num_warps=min(max(reqs * rows // 256, 1), 16),
+        num_warps=min(reqs * rows // 256, 16),
     )
     return counts, logit_offsets, row_offsets

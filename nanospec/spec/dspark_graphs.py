@@ -36,7 +36,7 @@ _DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "seed", "position")  # of
 class BlockGraphs:
     """Drafts from graphs, one for each way to draw and tier of requests.
 
-    What it returns is valid until it runs again: the round that verifies it is launched before.
+    Probabilities are valid until it runs again: the round that needs them is launched before.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class BlockGraphs:
             getattr(own.rows, name)[:count].copy_(getattr(blocks.rows, name))
         self._graphs.replay(f"draft, {mode}", tier)
         return DraftRows(
-            tokens=self._tokens[:count],
+            tokens=self._tokens[:count].clone(),
             probs=None if mode == "greedy" else self._probs[:count],
-            survival=None if self._survival is None else self._survival[:count],
+            survival=None if self._survival is None else self._survival[:count].clone(),
         )
 
     def _run(self, mode: str, count: int) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
+from nanospec.params import GREEDY_TEMPERATURE
 from nanospec.spec.dspark import DSparkSpeculator
 from nanospec.spec.sampler import SamplingRows, probabilities
-from nanospec.types import GREEDY_TEMPERATURE, Draft, Pending, PlanKind, Request, Resources
+from nanospec.types import Draft, Pending, PlanKind, Request, Resources
 
 
 class DSparkTreeSpeculator(DSparkSpeculator):

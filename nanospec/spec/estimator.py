@@ -42,14 +42,15 @@ class AcceptanceEstimator:
     def observe(self, step: StepOutput) -> None:
         """Learn from the verified drafts whose parents were accepted."""
         seen, labels = [], []
-        for request, draft, count, path in zip(
-            step.requests, step.drafts, step.counts, step.path, strict=True
+        for index, (request, draft, count, path) in enumerate(
+            zip(step.requests, step.drafts, step.counts, step.path, strict=True)
         ):
             features = self._features.pop(request, None)
             if draft is None or features is None:
                 continue
+            depths, deepest = draft.depths, step.deepest(index)
             for row, parent in enumerate(draft.parent_rows[: count - 1], start=1):
-                if parent in path:
+                if parent in path and depths[row - 1] <= deepest:
                     seen.append(features[row - 1])
                     labels.append(row in path)
         if seen:

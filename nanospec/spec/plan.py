@@ -59,8 +59,8 @@ def build_plan(
     Raises:
         PlanError: a draft is malformed or exceeds the resources; request and row are named.
     """
-    origin = _common_origin(requests, counts)
-    if origin is not None:
+    origin = common_origin(requests)
+    if origin is not None and any(counts):
         return _plan_of_rows(requests, counts, origin, resources, device)
     rows = [
         _rows(request, request.draft if count else None, count, vocab_size)
@@ -90,13 +90,9 @@ def build_plan(
     )
 
 
-def _common_origin(requests: Sequence[Request], counts: Sequence[int]) -> DraftRows | None:
-    """Return what all drafts that are to be verified are rows of, if they are."""
-    found = [
-        None if request.draft is None else request.draft.origin
-        for request, count in zip(requests, counts, strict=True)
-        if count > 0
-    ]
+def common_origin(requests: Sequence[Request]) -> DraftRows | None:
+    """Return what all drafts that may be verified are rows of, if they are."""
+    found = [r.draft.origin for r in requests if r.draft is not None and r.num_planned > 0]
     return found[0] if found and all(origin is found[0] for origin in found) else None
 
 
@@ -115,7 +111,10 @@ def _plan_of_rows(
             if 1 + count > resources.max_rows:
                 raise _too_many_rows(request, 1 + count, resources)
     width = max(counts)
-    rows = [request.draft.row if request.draft is not None else 0 for request in requests]
+    rows = [
+        request.draft.row if request.draft is not None and count > 0 else 0
+        for request, count in zip(requests, counts, strict=True)
+    ]
     index = None  # where every row is wanted, in order, nothing is copied
     if rows != list(range(len(origin.tokens))):
         index = to_device(rows, device)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from nanospec.device import to_device
+from nanospec.params import GREEDY_TEMPERATURE
 from nanospec.spec import noise
-from nanospec.types import GREEDY_TEMPERATURE, Request
+from nanospec.types import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.cudagraph.runner import TargetOutput
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
-from nanospec.spec.adaptive import create_policy
+from nanospec.spec.adaptive import Verdict, create_policy
 from nanospec.spec.estimator import AcceptanceEstimator
 from nanospec.spec.plan import build_plan
 from nanospec.spec.sampler import SamplingRows
@@ -63,16 +63,37 @@ class SpeculatorSetup:
     target: Decoder | None = None  # its weights, which a drafter may share
 
 
-def about(setup: SpeculatorSetup, speculator: str) -> dict[str, str]:
-    """Return what a cost table is measured for: target's shape, drafter, device, dtype."""
-    model = setup.model
-    is_gpu = setup.device.type == "cuda"
+def about(setup: SpeculatorSetup, speculator: str, max_rows: int = 1) -> dict[str, str]:
+    """Return what the costs of a round depend on: a cost table of anything else is refused.
+
+    Torch's version stands for Triton's, which comes with it; FlashInfer's is pinned. How nanospec
+    itself has changed is not compared: measure anew after an upgrade.
+
+    Args:
+        setup: of the engine.
+        speculator: its name.
+        max_rows: of a request in a plan.
+    """
+    config, model, is_gpu = setup.config, setup.model, setup.device.type == "cuda"
+    attention = config.attention
+    if attention == "auto":
+        attention = "triton" if is_gpu else "torch"
+    most_rows = min(config.max_num_seqs * max_rows, config.max_num_batched_tokens)
+    graph_rows = most_rows if config.max_graph_rows is None else config.max_graph_rows
+    is_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_gpu)
     return {
         "model": f"{model.architecture} {model.num_layers}x{model.hidden_size}, {model.vocab_size}",
+        "mlp": str(model.intermediate_size),
+        "heads": f"{model.num_heads} of {model.num_kv_heads} x {model.head_dim}",
         "device": torch.cuda.get_device_name(setup.device) if is_gpu else "cpu",
         "dtype": str(setup.dtype).removeprefix("torch."),
+        "attention": attention,
+        "max_graph_rows": str(graph_rows if is_gpu else 0),
+        "run_ahead": "on" if is_ahead else "off",
         "speculator": speculator,
-        "draft": str(setup.config.draft and Path(setup.config.draft).name),
+        "draft": str(config.draft and Path(config.draft).name),
+        "max_draft_len": str(max_rows - 1),
+        "torch": str(torch.__version__),
     }
 
 
@@ -89,15 +110,19 @@ class Speculator(ABC):
     def __init__(self, setup: SpeculatorSetup):
         self.setup = setup
         self.effective = self.resources()  # lowered by `adapt`; plans may not exceed it
+        learns = not self.knows_survival
         self.policy = create_policy(
-            setup.config, self.max_draft_len, about(setup, type(self).__name__)
+            setup.config,
+            self.max_draft_len,
+            about(setup, type(self).__name__, self.effective.max_rows),
+            learns=learns,
         )
         if self.policy.needs_survival and self.effective.kind is PlanKind.MASK:
             raise ConfigError(
                 f"adaptive={setup.config.adaptive} ranks drafts by survival, which the rows of "
                 f"{type(self).__name__}'s mask plans have not; pass adaptive=off"
             )
-        estimates = self.policy.needs_survival and not self.knows_survival
+        estimates = self.policy.needs_survival and learns
         self.estimator = AcceptanceEstimator() if estimates else None
 
     @property
@@ -162,16 +187,18 @@ class Speculator(ABC):
         """Return how many drafts may be made for the next round; default: the policy's word."""
         return self.policy.candidate_budget(view, self.effective.max_rows - 1)
 
-    def admit(self, requests: Sequence[Request], num_other_rows: int) -> float | None:
-        """Lower `max_drafts` of requests to what this round verifies; default: the policy's word.
+    def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
+        """Choose how many drafts of each request this round verifies; default: the policy's word.
 
         For sampled drafts judged by rejection this may depend on the tokens before a draft, never
         on the draft itself or a later one.
 
-        Returns:
-            Microseconds that the round should take, where that is known.
+        Args:
+            requests: those that sample, whose `max_drafts` may be lowered.
+            num_other_rows: rows of the forward that are no drafts.
+            room: drafts that the forward can hold beside them, all requests together.
         """
-        return self.policy.admit(requests, num_other_rows)
+        return self.policy.admit(requests, num_other_rows, room)
 
     def plan(self, requests: Sequence[Request]) -> VerifyPlan:
         """Choose what to verify of the requests' drafts: the roots and the first drafts of each.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanospec import LLM
 from nanospec.attention.torch_backend import TorchAttention
@@ -23,7 +24,7 @@ from nanospec.spec.adaptive import (
 )
 from nanospec.spec.budget import CostTable
 from nanospec.spec.estimator import AcceptanceEstimator
-from nanospec.types import Capability, Draft, EngineView, PlanKind, StepOutput
+from nanospec.types import Capability, Draft, DraftRows, EngineView, PlanKind, StepOutput
 from tests import helpers
 
 PROMPTS = [*helpers.random_prompts(5, seed=3), [*range(5, 15)] * 3]
@@ -46,9 +47,68 @@ def requests_with(*survivals: list[float]) -> list[Any]:
     ]
 
 
-def counts(policy: Policy, requests: list[Any], other: int = 0) -> list[int]:
-    policy.admit(requests, other or len(requests))
+def counts(policy: Policy, requests: list[Any], other: int = 0, room: int = 10_000) -> list[int]:
+    policy.admit(requests, other or len(requests), room)
     return [request.max_drafts for request in requests]
+
+
+def test_where_rows_are_short_they_go_to_those_who_use_them() -> None:
+    def requests() -> list[Any]:
+        return requests_with([0.5, 0.4, 0.3], [0.9, 0.8, 0.7], [0.6, 0.2, 0.1])
+
+    assert counts(Policy(), requests(), room=5) == [2, 2, 1]  # dealt out evenly
+    assert counts(Schedule([(1, 4, 3)]), requests(), room=5) == [1, 3, 1]
+    assert counts(Threshold(0.4), requests(), room=4) == [0, 3, 1]
+    assert counts(Costs(FLAT), requests(), room=5) == [1, 3, 1]
+    assert counts(Policy(), requests(), room=0) == [0, 0, 0]
+
+
+def test_a_passing_prompt_or_a_minority_stops_no_drafting() -> None:
+    # Tiers of 4, 8 and 16 rows.
+    policy = Costs(CostTable(((4, 10.0), (8, 10.0), (16, 20.0)), ((1, 0.0),), 16, {}))
+    requests = requests_with(*[[0.5, 0.25]] * 4)
+    assert sum(counts(policy, requests)) > 0
+    for request in requests:
+        request.max_drafts = 2
+    assert counts(policy, requests, other=8) == [0] * 4  # a chunk of 4 rows fills the tier
+    assert policy.candidate_budget(view(4), 7).max_rows_per_request == 8
+    dear = Costs(CostTable(((4, 10.0), (8, 40.0), (16, 80.0)), ((1, 5.0),), 16, {}))
+    one = requests_with([0.01], [], [], [])
+    counts(dear, one)  # nothing is known of it
+    one[0].max_drafts = 1
+    assert counts(dear, one) == [0] * 4
+    assert dear.candidate_budget(view(4), 7).max_rows_per_request == 8
+
+
+def test_a_probe_verifies_a_draft_of_each_only_where_that_teaches_something() -> None:
+    for learns, want in ((True, [1, 1, 1]), (False, [0, 0, 0])):
+        policy = Costs(STEEP, learns=learns)
+        survivals = [[0.9, 0.8, 0.7], [0.1, 0.05], [0.2]]
+        assert counts(policy, requests_with(*survivals)) == [0] * 3
+        for _ in range(PROBE_ROUNDS):
+            policy.candidate_budget(view(3), 7)
+        assert counts(policy, requests_with(*survivals)) == want
+        assert policy.candidate_budget(view(3), 7).max_rows_per_request == 8  # it is heard
+
+
+def test_the_prediction_counts_drafting_while_it_goes_on() -> None:
+    policy = Costs(CostTable(((1, 10.0),), ((1, 500.0),), 0, {}))
+    plain = requests_with([], [])
+    assert policy.admit(plain, 2, 100).predicted_us == 510.0  # the next drafts are made
+    steep = Costs(STEEP)
+    steep.admit(requests_with([0.9], [0.9]), 2, 100)
+    assert steep.admit(plain, 2, 100).predicted_us == 1000.0
+
+
+def test_counts_of_drafts_on_a_device_stay_there() -> None:
+    rows = DraftRows(torch.zeros(3, 4, dtype=torch.int64), None, torch.tensor([[0.9] * 4] * 3))
+    drafts = rows.drafts([4, 2, 3])
+    requests = requests_with([], [], [])
+    for request, draft in zip(requests, drafts, strict=True):
+        request.draft, request.max_drafts = draft, len(draft)
+    verdict = Schedule([(1, 4, 2)]).admit(requests, 3, 100)
+    assert verdict.counts is not None and verdict.counts.tolist() == [2, 2, 2]
+    assert verdict.total == 6 and [request.max_drafts for request in requests] == [4, 2, 3]
 
 
 def test_off_verifies_everything() -> None:
@@ -101,13 +161,15 @@ def test_the_example_of_the_paper_is_decided_by_the_round_before() -> None:
         for now in (good, bad):
             policy = Costs(table)
             (request,) = requests_with(earlier)
-            policy.admit([request], 1)  # what it says of itself counts from the next round on
+            policy.admit(
+                [request], 1, 10_000
+            )  # what it says of itself counts from the next round on
             request.draft, request.max_drafts = Draft([7] * 2, survival=now), 2
             assert counts(policy, [request]) == [verified]
 
 
 def test_no_drafts_are_made_while_none_pay_and_some_again_when_the_load_changes() -> None:
-    policy = Costs(STEEP)
+    policy = Costs(STEEP, learns=True)
     assert policy.candidate_budget(view(4), 7).max_rows_per_request == 8
     assert counts(policy, requests_with(*[[0.9] * 7] * 4)) == [0] * 4
     waits = [policy.candidate_budget(view(4), 7).max_rows_per_request for _ in range(PROBE_ROUNDS)]
@@ -258,6 +320,7 @@ def test_an_estimator_learns_what_is_accepted() -> None:
     for _ in range(300):  # the first draft always survives, the second never
         (draft,) = estimator.complete([request], [Draft([5, 6, 7])])
         step = {"requests": [request], "drafts": [draft], "counts": [4], "path": [[0, 1]]}
+        step |= {"deepest": lambda index: 4}
         estimator.observe(type("Step", (), step))  # type: ignore[arg-type]
     last = guess()
     assert last[0] > 0.9 and last[1] < 0.15 and last[2] <= last[1]

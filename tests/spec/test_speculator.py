@@ -13,6 +13,7 @@ from torch import Tensor
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.attention.kv_ops import move_kv
 from nanospec.attention.torch_backend import TorchAttention
+from nanospec.config import EngineConfig
 from nanospec.errors import ConfigError, PlanError
 from nanospec.spec.plan import build_plan
 from nanospec.spec.registry import SPECULATORS
@@ -22,6 +23,7 @@ from nanospec.spec.speculator import (
     KernelKey,
     Speculator,
     SpeculatorSetup,
+    about,
     resolve_kernels,
 )
 from nanospec.types import (
@@ -410,7 +412,7 @@ class Recording(RandomDrafts):
             assert request.tokens[-len(kept) :] == kept
         for rows in step.committed:
             assert rows.end == rows.request.kv_len or rows.request in step.requests
-        assert len(step.logits) == len(step.rows.depth)
+        assert step.logits is not None and len(step.logits) == len(step.rows.depth)
 
     def candidate_budget(self, view: EngineView) -> Budget:
         """See `Speculator.candidate_budget`."""
@@ -495,3 +497,35 @@ def test_setup_tells_a_speculator_where_it_is(qwen3: Path) -> None:
     setup = helpers.make_llm(qwen3).engine.speculator.setup
     assert isinstance(setup, SpeculatorSetup)
     assert setup.model.vocab_size == helpers.VOCAB_SIZE and setup.device.type == "cpu"
+
+
+def test_cost_tables_are_told_apart_by_what_costs_depend_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = helpers.model_config()
+
+    def stated(
+        max_rows: int = 8, name: str = "X", device: str = "cpu", *, of: Any = model, **options: Any
+    ) -> dict[str, str]:
+        config = EngineConfig(model="x", **options)
+        return about(
+            SpeculatorSetup(config, of, torch.float32, torch.device(device)), name, max_rows
+        )
+
+    shapes = [{"intermediate_size": 99}, {"num_heads": 4}, {"num_kv_heads": 1}, {"head_dim": 4}]
+    found = [
+        stated(),
+        *(stated(of=replace(model, **changes)) for changes in shapes),
+        stated(attention="flashinfer"),
+        stated(run_ahead="on"),
+        stated(draft="d"),
+        stated(max_rows=5),
+        stated(name="Y"),
+    ]
+    assert len({tuple(each.values()) for each in found}) == len(found)
+    assert stated(attention="torch", max_num_seqs=9, max_graph_rows=5) == stated()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    graphs = [{}, {"max_num_seqs": 64}, {"max_graph_rows": 100}, {"max_graph_rows": 0}]
+    rows = [stated(device="cuda", **options)["max_graph_rows"] for options in graphs]
+    assert rows == ["2048", "512", "100", "0"]
+    assert stated(device="cuda") == stated(device="cuda", attention="triton", run_ahead="on")

@@ -1,0 +1,77 @@
+"""Warming up covers every kernel, and leaves nothing behind."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanospec.engine.warmup import warm_up
+from tests import helpers
+
+PROMPTS = helpers.random_prompts(9, seed=4)
+
+
+@pytest.mark.parametrize("speculator", ["none", "trie", "dspark"])
+def test_it_changes_no_live_page_and_no_output(
+    qwen3: Path, tmp_path: Path, speculator: str
+) -> None:
+    options: dict[str, Any] = {"speculator": speculator, "page_size": 4}
+    if speculator == "dspark":
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
+    llm = helpers.make_llm(qwen3, **options)
+    want = helpers.token_ids(llm, PROMPTS, helpers.greedy(12))
+    ctx, engine = llm.engine._ctx, llm.engine
+    live = [cache.k[:, : cache.scratch_slot].clone() for cache in ctx.caches]
+    with torch.inference_mode():
+        warm_up(ctx, engine.speculator.effective, engine.model_config.vocab_size, 100, 60)
+    for cache, before in zip(ctx.caches, live, strict=True):
+        assert torch.equal(cache.k[:, : cache.scratch_slot], before)
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(12)) == want
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def num_compiled() -> int:
+    """Return how many variants of our kernels were compiled so far."""
+    import triton
+
+    from nanospec.attention import kv_ops_triton, paged_triton
+    from nanospec.engine import packing_triton
+    from nanospec.spec import accept_triton, budget_triton
+
+    modules = (kv_ops_triton, paged_triton, packing_triton, accept_triton, budget_triton)
+    kernels = [each for module in modules for each in vars(module).values()]
+    return sum(
+        len(caches[0])
+        for kernel in kernels
+        if isinstance(kernel, triton.runtime.jit.JITFunction)
+        for caches in kernel.device_caches.values()
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "trie", "dspark", "dspark-tree", "adaptive"])
+def test_nothing_compiles_after_start_up(qwen3: Path, tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"device": "cuda", "kv_cache_gib": 0.05, "max_num_seqs": 40}
+    if kind in ("none", "trie"):
+        options["speculator"] = kind
+    else:
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3, head_dim=16))
+        options["speculator"] = "dspark" if kind == "adaptive" else kind
+        options["adaptive"] = "schedule:[[1,99,3]]" if kind == "adaptive" else "off"
+    engine = helpers.make_llm(qwen3, max_num_batched_tokens=400, **options).engine
+    before, rng = num_compiled(), random.Random(kind)
+    assert before > 0
+    while engine.step_stats.steps < 200:
+        if rng.random() < 0.5:
+            params = helpers.greedy(
+                rng.randint(1, 30),
+                temperature=rng.choice([0.0, 0.9]),
+                top_p=rng.choice([1.0, 0.9]),
+                seed=rng.choice([None, 3]),
+            )
+            for _ in range(rng.choice([1, 1, 1, 20])):
+                engine.add([rng.randrange(5, 300) for _ in range(rng.randint(1, 200))], params)
+        engine.step()
+    assert num_compiled() == before
