@@ -1,6 +1,6 @@
 """The two methods every attention backend has, and the choice among backends."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,31 @@ class AttentionBackend(Protocol):
             q: [T, Hq, D].
             k: [T, Hkv, D], rotated.
             v: [T, Hkv, D].
+
+        Returns:
+            [T, Hq, D].
+        """
+        ...
+
+
+@runtime_checkable
+class FusesQKV(Protocol):
+    """Attention that also does what comes before it, from the projection on."""
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Normalise and rotate heads, store keys and values, then attend.
+
+        Args:
+            layer: index of the layer in the cache.
+            qkv: [T, (Hq + 2 Hkv) * D].
+            norms: weights [D] of query and key heads, and epsilon; None: not normalised.
+            rope: cosines and sines [T, 1, D].
 
         Returns:
             [T, Hq, D].

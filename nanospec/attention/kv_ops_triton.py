@@ -5,8 +5,11 @@ import triton.language as tl
 from torch import Tensor
 
 
-# `max_rows` changes from round to round and is not specialised on: no round waits for a compiler.
-@triton.jit(do_not_specialize=["max_rows"])
+# What changes from round to round is not specialised on: no round waits for a compiler.
+@triton.jit(
+    do_not_specialize=["max_rows"],
+    do_not_specialize_on_alignment=["src_ptr", "dst_ptr", "counts_ptr"],
+)
 def _move_kv_kernel(
     cache_ptr, src_ptr, dst_ptr, counts_ptr, stride_layer, width, max_rows, BLOCK: tl.constexpr
 ):

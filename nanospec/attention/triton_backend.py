@@ -7,7 +7,7 @@ are, and be captured in a graph.
 import torch
 from torch import Tensor
 
-from nanospec.attention import paged_triton
+from nanospec.attention import paged_triton, qkv_triton
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.attention.mask import MAX_MASKED_ROWS
@@ -66,9 +66,28 @@ class TritonAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend.attend`. Rows of nobody get anything."""
+        assert self._batch is not None, "attend needs begin"
+        self._cache.store(layer, k, v, self._batch.slots)
+        return self._read(layer, q)
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See `FusesQKV.attend_qkv`."""
+        assert self._batch is not None, "attend needs begin"
+        k, v = self._cache.k[layer], self._cache.v[layer]
+        slots = self._batch.slots
+        q = qkv_triton.rotate_and_store(qkv, self._num_heads, norms, rope, k, v, slots)
+        return self._read(layer, q)
+
+    def _read(self, layer: int, q: Tensor) -> Tensor:
+        """Attend to what is stored."""
         batch = self._batch
         assert batch is not None, "attend needs begin"
-        self._cache.store(layer, k, v, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged_triton.paged_attention(
             q,

@@ -8,8 +8,22 @@ from torch import Tensor
 from nanospec.types import PackedRows, VerifyPlan
 
 
-# Numbers that change from round to round are not specialised on: no round waits for a compiler.
-@triton.jit(do_not_specialize=["num_reqs", "max_rows", "num_pages", "num_tokens"])
+# Numbers that change from round to round are not specialised on, nor is where a slice of a buffer
+# starts: no round waits for a compiler.
+@triton.jit(
+    do_not_specialize=["num_reqs", "max_rows", "num_pages", "num_tokens"],
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "parents_ptr",
+        "num_rows_ptr",
+        "positions_ptr",
+        "visibility_ptr",
+        "kv_lens_ptr",
+        "tables_ptr",
+        "out_ptr",
+        "offsets_ptr",
+    ],
+)
 def _pack_kernel(
     tokens_ptr,
     parents_ptr,

@@ -23,12 +23,20 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, dtype, device)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
-    ) -> Tensor:
-        """Map the residual stream [T, H] to the next layer's."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, attention)
-        stream: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return stream
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+    ) -> tuple[Tensor, Tensor]:
+        """Map the residual stream [T, H] to the next layer's.
+
+        It comes and goes as a sum that is not added yet, x + delta, as the norm that follows does
+        that on its way.
+        """
+        x, normed = self.input_layernorm.add(x, delta)
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn(normed, rope, attention))
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -83,11 +91,13 @@ class Decoder(nn.Module):
         x = F.embedding(token_ids, self.embed_tokens.weight)
         rope = self._rope.tables(positions, x.dtype)
         streams = {-1: x}
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, attention)
+            x, delta = layer(x, delta, rope, attention)
             if index in taps:
+                x, delta = x + delta, None
                 streams[index] = x
-        return self.norm(x), [streams[tap] for tap in taps]
+        return self.norm.add(x, delta)[1], [streams[tap] for tap in taps]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return [.., V] for final hidden states [.., H]; or write to `out` [N, V] for [N, H]."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanospec.attention.backend import AttentionBackend
+from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.errors import CheckpointError
 from nanospec.models.decoder import DecoderLayer
@@ -273,9 +274,23 @@ class DSparkDrafter(nn.Module):
             features: T tensors [C, H], in the order of `target_layer_ids`.
             positions: [C] int64.
         """
-        fused = self.hidden_norm(self.fc(torch.cat(tuple(features), dim=-1)))
-        rope = self._rope.tables(positions, fused.dtype)
+        fused, rope = self._fused(features, positions)
         return [_attention_of(layer).keys_values(fused, rope) for layer in self.layers]
+
+    def _fused(
+        self, features: Sequence[Tensor], positions: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return what the layers make keys and values of, [C, H], and its rotation."""
+        fused = self.hidden_norm(self.fc(torch.cat(tuple(features), dim=-1)))
+        return fused, self._rope.tables(positions, fused.dtype)
+
+    def store_context(
+        self, features: Sequence[Tensor], positions: Tensor, cache: PagedKVCache, slots: Tensor
+    ) -> None:
+        """Store what `context` returns in slots [C] of the drafter's own cache."""
+        fused, rope = self._fused(features, positions)
+        for layer in self.layers:
+            _attention_of(layer).store_keys_values(fused, rope, cache, slots)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Run the rows of blocks; return final hidden states [T, H], normed.
@@ -287,10 +302,10 @@ class DSparkDrafter(nn.Module):
         """
         x = F.embedding(token_ids, self.embed_tokens.weight)
         rope = self._rope.tables(positions, x.dtype)
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, rope, attention)
-        hidden: Tensor = self.norm(x)
-        return hidden
+            x, delta = layer(x, delta, rope, attention)
+        return self.norm.add(x, delta)[1]
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return [.., V] for hidden states [.., H]."""

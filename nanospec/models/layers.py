@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanospec.attention.backend import AttentionBackend
+from nanospec.attention.backend import AttentionBackend, FusesQKV
+from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig, RopeConfig
 
 
@@ -50,8 +51,40 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to the same shape."""
-        # In training the weight may be wider than the activations, which has no fused kernel.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self._eps)
+        return self.add(x, None)[1]
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x + delta, and that normalised; all of one shape [..., width]."""
+        if _has_kernels(x):
+            # Imported here: Triton takes long to import and a CPU needs none.
+            from nanospec.models import layers_triton
+
+            return layers_triton.add_rms_norm(x, delta, self.weight, self._eps)
+        return add_rms_norm(x, delta, self.weight, self._eps)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    # Kernels have no gradients.
+    return x.is_cuda and not torch.is_grad_enabled()
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `RMSNorm.add`; the weight is [width]."""
+    x = x if delta is None else x + delta
+    # In training the weight may be wider than the activations, which has no fused kernel.
+    return x, F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Return silu(gate) * up, [.., I], of gate and up side by side, [.., 2 I]."""
+    if _has_kernels(x):
+        from nanospec.models import layers_triton
+
+        return layers_triton.swiglu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class RotaryEmbedding:
@@ -133,6 +166,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self._layer = layer
+        self._eps = config.rms_norm_eps
         self._split = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         width = sum(self._split) * config.head_dim
         self._head_dim = config.head_dim
@@ -147,13 +181,36 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Tensor:
         """Map [T, H] to [T, H]; `rope` is what `RotaryEmbedding.tables` gives."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
+        qkv = self.qkv_proj(x)
+        if _has_kernels(x) and isinstance(attention, FusesQKV):
+            out = attention.attend_qkv(self._layer, qkv, self._norms, rope)
+            fused: Tensor = self.o_proj(out.flatten(1))
+            return fused
+        heads = qkv.unflatten(-1, (-1, self._head_dim))
         q, k, v = heads.split(self._split, dim=1)
         if self._qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out = attention.attend(self._layer, rotate(q, *rope), rotate(k, *rope), v)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected
+
+    @property
+    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+        """Weights of the head norms, and their epsilon."""
+        return (self.q_norm.weight, self.k_norm.weight, self._eps) if self._qk_norm else None
+
+    def store_keys_values(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: PagedKVCache, slots: Tensor
+    ) -> None:
+        """Store keys and values of rows [T, H] that ask nothing, in slots [T] of this layer."""
+        if _has_kernels(x) and self._head_dim & (self._head_dim - 1) == 0:
+            from nanospec.attention import qkv_triton
+
+            weight = self.qkv_proj.weight[self._split[0] * self._head_dim :]
+            own = (cache.k[self._layer], cache.v[self._layer], slots)
+            qkv_triton.rotate_and_store(F.linear(x, weight), 0, self._norms, rope, *own)
+            return
+        cache.store(self._layer, *self.keys_values(x, rope), slots)
 
     def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys, rotated, and values, [T, Hkv, D] each, of rows [T, H] that ask nothing."""
@@ -175,6 +232,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, H] to [T, H]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        projected: Tensor = self.down_proj(F.silu(gate) * up)
+        projected: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
         return projected

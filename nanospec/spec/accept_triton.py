@@ -9,9 +9,15 @@ from nanospec.spec import noise
 from nanospec.spec.sampler import SamplingRows
 from nanospec.types import AcceptResult, VerifyPlan
 
+# Numbers that change from round to round are not specialised on, nor is where a slice of a buffer
+# starts: no round waits for a compiler.
+_INTEGERS = [
+    f"{name}_ptr"
+    for name in ("tokens", "parents", "num_rows", "offsets", "targets", "out_tokens", "out_path")
+] + ["num_emitted_ptr"]
 
-# Numbers that change from round to round are not specialised on: no round waits for a compiler.
-@triton.jit(do_not_specialize=["max_rows"])
+
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=_INTEGERS)
 def _follow_kernel(
     tokens_ptr,
     parents_ptr,
@@ -78,7 +84,10 @@ def _gumbel(key, token):
     return -tl.log(tl.where(u < 0.05, series, -tl.log(1.0 - u)))
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(
+    do_not_specialize=["max_rows", "q_stride"],
+    do_not_specialize_on_alignment=[*_INTEGERS, "is_sampled_ptr", "coins_ptr", "keys_ptr"],
+)
 def _accept_kernel(
     tokens_ptr,
     parents_ptr,
@@ -96,6 +105,7 @@ def _accept_kernel(
     num_emitted_ptr,
     max_rows,
     vocab_size,
+    q_stride,
     BLOCK: tl.constexpr,
 ):
     # What is left of p and q at the row reached is kept in scratch memory once a child was
@@ -122,7 +132,7 @@ def _accept_kernel(
             accepted = token == target
             if sampled:
                 if is_first:
-                    q_now = q_ptr + (request * (max_rows - 1) + child - 1) * vocab_size
+                    q_now = q_ptr + request * q_stride + (child - 1) * vocab_size
                     q_mass = 1.0
                     is_first = False
                 p_token = tl.load(p_now + token) / p_mass
@@ -192,6 +202,8 @@ def accept(
     assert plan.probs is not None and plan.is_sampled is not None, "the plan has no q"
     num_reqs, max_rows = plan.tokens.shape
     vocab_size = probs.shape[1]
+    # Of a batch's q a plan may take the first rows of each request.
+    assert plan.probs.stride()[1:] == (vocab_size, 1), "rows of q follow each other"
     ahead = torch.arange(max_rows, device=probs.device)
     positions = (roots.position[:, None] + ahead).flatten()
     keys = noise.keys(roots.seed.repeat_interleave(max_rows), positions, noise.TARGET)
@@ -213,6 +225,7 @@ def accept(
         result.num_emitted,
         max_rows,
         vocab_size,
+        plan.probs.stride(0),
         BLOCK=min(triton.next_power_of_2(vocab_size), 4096),
     )
     return result

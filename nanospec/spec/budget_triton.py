@@ -32,7 +32,10 @@ def _kth(keys, there, count, STEPS: tl.constexpr):
 
 
 # Numbers that change from round to round are not specialised on: no round waits for a compiler.
-@triton.jit(do_not_specialize=["num_reqs", "width", "num_chunk_rows"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "width", "num_chunk_rows"],
+    do_not_specialize_on_alignment=["survival_ptr", "depth_ptr", "num_drafts_ptr", "budget_ptr"],
+)
 def _admit_kernel(
     survival_ptr,
     depth_ptr,

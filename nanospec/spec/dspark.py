@@ -104,8 +104,7 @@ class DSparkSpeculator(Speculator):
 
     def observe_rows(self, batch: ForwardBatch, features: Sequence[Tensor]) -> None:
         """Put the context of all rows into the cache, where the target's keys of them are."""
-        for layer, (k, v) in enumerate(self._drafter.context(features, batch.positions)):
-            self._cache.store(layer, k, v, batch.slots)
+        self._drafter.store_context(features, batch.positions, self._cache, batch.slots)
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`. A request past the drafter's own positions gets no draft."""

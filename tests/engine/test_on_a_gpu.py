@@ -45,7 +45,8 @@ def test_a_round_waits_once(tmp_path: Path, speculator: str, adaptive: str) -> N
     options: dict[str, Any] = {"speculator": speculator, "adaptive": adaptive}
     if adaptive == "auto":
         setup = pair(speculator=speculator).engine.speculator
-        stated = about(setup.setup, type(setup).__name__)
+        rows = setup.effective.max_rows
+        stated = about(setup.setup, type(setup).__name__, rows)
         CostTable(((1, 10.0), (64, 40.0)), ((1, 5.0),), 0, stated).save(tmp_path / "costs.json")
         options["cost_table"] = str(tmp_path / "costs.json")
     llm = pair(**options)

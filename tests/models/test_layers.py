@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanospec.config import ModelConfig
-from nanospec.models.layers import RotaryEmbedding, inverse_frequencies
+from nanospec.models.layers import RotaryEmbedding, add_rms_norm, inverse_frequencies, swiglu
 from tests.test_config import LLAMA
 
 SCALINGS: list[dict[str, Any]] = [
@@ -71,3 +71,39 @@ def test_different_thetas_give_different_frequencies() -> None:
         for theta in (1e6, 1e4)
     )
     assert not torch.equal(slow, fast)
+
+
+@pytest.mark.parametrize("shape", [(1, 48), (5, 64), (3, 100)])
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_norm_kernel_adds_and_normalises_as_the_reference(
+    shape: tuple[int, int], has_delta: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nanospec.models import layers_triton
+
+    generator = torch.Generator().manual_seed(shape[1])
+    x, delta, weight = (
+        torch.randn(size, generator=generator).to(device, dtype)
+        for size in (shape, shape, shape[1:])
+    )
+    case = (x, delta if has_delta else None, weight, 1e-6)
+    want, got = add_rms_norm(*case), layers_triton.add_rms_norm(*case)
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-3
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (7, 2600)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_swiglu_kernel_is_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    from nanospec.models import layers_triton
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator).to(device, dtype)
+    with torch.enable_grad():  # the dispatching function takes the reference then
+        want = swiglu(x)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-3
+    torch.testing.assert_close(layers_triton.swiglu(x), want, rtol=tolerance, atol=tolerance)

@@ -1,5 +1,7 @@
 """Acceptance: paths that follow the target, rejection by the book, edges, and a kernel alike."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +168,20 @@ def test_accept_kernels_match_the_reference(
     plan, _, targets, _, _, offsets = case
     follow_got = outcome(accept_triton.follow(plan, targets, offsets))
     assert follow_got == outcome(follow_reference(plan, targets, offsets))
+
+
+# Found while rounds were made to run ahead: a plan takes the first rows of each request's q as they
+# lie among those of a whole batch.
+@pytest.mark.parametrize("seed", range(8))
+def test_q_may_be_part_of_a_wider_batch(seed: int, device: torch.device) -> None:
+    from nanospec.spec import accept_triton
+
+    plan, *rest = random_case(seed, 37, device)
+    assert plan.probs is not None
+    wide = torch.rand(plan.num_reqs, plan.max_rows + 3, 37, device=device)
+    wide[:, : plan.max_rows - 1] = plan.probs
+    part = dataclasses.replace(plan, probs=wide[:, : plan.max_rows - 1])
+    assert outcome(accept_triton.accept(part, *rest)) == outcome(accept_reference(plan, *rest))
 
 
 def run_accept(

@@ -70,7 +70,7 @@ class Recorder:
         hidden: list[Tensor] = []
         corrected: list[tuple[Tensor, Tensor | None, Tensor]] = []
         base_logits, correct, propose = drafter.base_logits, drafter.correct, speculator.propose
-        forward, context = drafter.forward, drafter.context
+        forward, store_context = drafter.forward, drafter.store_context
 
         def recording_base_logits(rows: Tensor) -> Any:
             hidden.append(rows)
@@ -84,10 +84,10 @@ class Recorder:
             self.inputs.append((token_ids.tolist(), positions.tolist()))
             return forward(token_ids, positions, attention)
 
-        def recording_context(features: Any, positions: Tensor) -> Any:
+        def recording_context(features: Any, positions: Tensor, *where: Any) -> Any:
             self.contexts.append(positions.tolist())
             self.features.append(torch.cat(tuple(features), dim=1))
-            return context(features, positions)
+            return store_context(features, positions, *where)
 
         def recording_propose(requests: Sequence[Request]) -> Any:
             hidden.clear()
@@ -113,7 +113,7 @@ class Recorder:
             return drafts
 
         drafter.base_logits, drafter.correct = recording_base_logits, recording_correct
-        drafter.forward, drafter.context = recording_forward, recording_context
+        drafter.forward, drafter.store_context = recording_forward, recording_context
         speculator.propose = recording_propose
         self.llm.engine.observers.append(self.steps.append)
 

@@ -1,0 +1,118 @@
+"""From projected rows to queries and cached keys and values: norm, rotation and store at once.
+
+The specification is what `models.layers.Attention` does before attention, and `PagedKVCache.store`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 8  # of one program
+
+
+@triton.jit
+def _qkv_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    eps,
+    num_heads,
+    num_kv_heads,
+    IS_NORMED: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, DIM)
+    partner = (dim + DIM // 2) % DIM  # the first half of a head pairs with the second
+    total = num_heads + 2 * num_kv_heads
+    live = (head < total)[:, None]
+    base = qkv_ptr + row * total * DIM + head[:, None] * DIM
+    x = tl.load(base + dim[None, :], mask=live, other=0.0)
+    is_q = (head < num_heads)[:, None]
+    is_v = (head >= num_heads + num_kv_heads)[:, None]
+    dtype = qkv_ptr.dtype.element_ty
+    own = x.to(tl.float32)
+    other = tl.load(base + partner[None, :], mask=live, other=0.0).to(tl.float32)
+    if IS_NORMED:
+        scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
+        q_weight = tl.load(q_weight_ptr + dim).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + dim).to(tl.float32)
+        weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
+        q_weight = tl.load(q_weight_ptr + partner).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + partner).to(tl.float32)
+        # Rounded where torch rounds, after the norm.
+        own = (own * scale * weight).to(dtype).to(tl.float32)
+        weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
+        other = (other * scale * weight).to(dtype).to(tl.float32)
+    cos = tl.load(cos_ptr + row * DIM + dim).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + row * DIM + dim).to(tl.float32)[None, :]
+    other = tl.where((dim < DIM // 2)[None, :], -other, other)
+    rotated = (own * cos + other * sin).to(dtype)
+    slot = tl.load(slots_ptr + row)
+    to_q = q_ptr + (row * num_heads + head[:, None]) * DIM + dim[None, :]
+    tl.store(to_q, rotated, mask=live & is_q)
+    to_k = k_ptr + (slot * num_kv_heads + head[:, None] - num_heads) * DIM + dim[None, :]
+    tl.store(to_k, rotated, mask=live & (is_q == 0) & (is_v == 0))
+    kv_head = head[:, None] - num_heads - num_kv_heads
+    to_v = v_ptr + (slot * num_kv_heads + kv_head) * DIM + dim[None, :]
+    tl.store(to_v, x, mask=live & is_v)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    num_heads: int,
+    norms: tuple[Tensor, Tensor, float] | None,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Normalise and rotate query and key heads; store keys and values; return the queries.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) * D], projected.
+        num_heads: Hq; 0 where nothing is asked, and only keys and values are wanted.
+        norms: weights [D] of query and key heads, and epsilon; None: heads are not normalised.
+        rope: cosines and sines [T, 1, D].
+        k: [S, Hkv, D], a layer's keys, to be written.
+        v: [S, Hkv, D], its values.
+        slots: [T] int64.
+
+    Returns:
+        [T, Hq, D].
+    """
+    num_kv_heads, head_dim = k.shape[-2:]
+    num_rows, total = len(qkv), num_heads + 2 * num_kv_heads
+    assert qkv.shape[1] == total * head_dim and qkv.is_contiguous(), "malformed projection"
+    q = qkv.new_empty(num_rows, num_heads, head_dim)
+    if num_rows == 0:
+        return q
+    cos, sin = rope
+    q_weight, k_weight, eps = norms or (cos, cos, 0.0)
+    _qkv_kernel[(num_rows, triton.cdiv(total, _HEADS))](
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        slots,
+        q if num_heads else qkv,
+        k,
+        v,
+        eps,
+        num_heads,
+        num_kv_heads,
+        IS_NORMED=norms is not None,
+        DIM=head_dim,
+        HEADS=_HEADS,
+        num_warps=4,
+    )
+    return q
