@@ -170,6 +170,7 @@ class LLM:
         try:
             while not all(request.is_finished for request in requests):
                 self.engine.step()
+            self.engine.settle()
         finally:  # an interruption leaves nothing running
             for request in requests:
                 self.engine.abort(request)

@@ -32,7 +32,7 @@ class Tracer:
     def __call__(self, step: StepOutput) -> None:
         """Write one round; rounds that only cache chunks of prompts are numbered, not written."""
         self.round += 1
-        if not step.requests:
+        if not any(step.emitted):
             return
         record = self._record(step)
         if self.as_data:
@@ -46,11 +46,15 @@ class Tracer:
             "round": self.round,
             "rows": step.num_tokens,
             "tier": step.tier,
-            "budget": sum(step.counts) - len(step.counts),
+            "budget": sum(
+                count - 1 for count, own in zip(step.counts, step.emitted, strict=True) if own
+            ),
             "predicted_us": step.predicted_us,
             "kind": step.plan.kind.name.lower(),
             "requests": [
-                self._request(step, index, count - 1) for index, count in enumerate(step.counts)
+                self._request(step, index, count - 1)
+                for index, count in enumerate(step.counts)
+                if step.emitted[index]  # else it ended with the round before
             ],
         }
 

@@ -117,6 +117,7 @@ class Pending:
 
     roots: Tensor  # [R] int64, the last token of each
     num_tokens: Tensor  # [R] int64, tokens on their way
+    num_new: Tensor  # [R] int64, those of them that the last round gives
 
 
 _Number = TypeVar("_Number", int, float)

@@ -1,17 +1,19 @@
 """Speculators for tests: random, adversarial, always right, and drawing from a known q."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from nanospec.attention.batch import ForwardBatch
 from nanospec.cudagraph.runner import TargetOutput
+from nanospec.engine.round import speculative_round
 from nanospec.engine.scheduler import Scheduler
 from nanospec.spec import noise
+from nanospec.spec.adaptive import Policy, Verdict
 from nanospec.spec.sampler import draw, sampling_rows
 from nanospec.spec.speculator import Speculator
-from nanospec.types import Draft, PlanKind, Request, Resources
+from nanospec.types import Draft, EngineView, PlanKind, Request, Resources
 from tests import helpers
 
 SMALL = 5  # vocabulary of the tables; token 4 only starts prompts
@@ -24,6 +26,12 @@ def table(seed: int, sharpness: float) -> Tensor:
     logits[:, 4] = -torch.inf
     logits[4, 1:4] = -torch.inf
     return logits
+
+
+def coin(first: float) -> Tensor:
+    """Return logits [V, V] of a coin: after any token comes 0 with this probability, or else 1."""
+    law = torch.tensor([first, 1 - first, 0.0, 0.0, 0.0])
+    return law.log().repeat(SMALL, 1)
 
 
 P, Q = table(1, 1.2), table(2, 1.0)
@@ -115,6 +123,65 @@ class ConfidentChain(SampledChain):
         return Draft(tokens[:size], probs=probs[:size], survival=survival)
 
 
+class TiedChain(SampledChain):
+    """The same chains; all drafts of all requests are equally trusted."""
+
+    knows_survival = True
+
+    def draft(self, request: Request, tokens: list[int], probs: Tensor) -> Draft | None:
+        """Return the draft of a request."""
+        size = request.max_drafts
+        return Draft(tokens[:size], probs=probs[:size], survival=[0.9] * size)
+
+
+class PaperChain(SampledChain):
+    """As in DSpark's appendix A, what the last draft but one is decides how good the last one is.
+
+    The last one has confidence 0.9 after a 0 and 0 after anything else, all before it have 0.8.
+    """
+
+    knows_survival = True
+    num_drafts = 2
+
+    def draft(self, request: Request, tokens: list[int], probs: Tensor) -> Draft | None:
+        """Return the draft of a request."""
+        size = min(request.max_drafts, self.num_drafts)
+        survival = [0.8 ** (place + 1) for place in range(size)]
+        if size == self.num_drafts:
+            survival[-1] = survival[-2] * (0.9 if tokens[size - 2] == 0 else 0.0)
+        return Draft(tokens[:size], probs=probs[:size], survival=survival)
+
+
+class LongPaperChain(PaperChain):
+    """The same with one draft more, so that there is one to verify where the last is bad."""
+
+    num_drafts = 3
+
+
+TRUST = (0.6, 0.9, 0.1, 0.1, 0.8)  # in a tree, of the first sibling after each token
+
+
+class ConfidentTree(SampledTree):
+    """The same trees, with confidences that the tokens before each draft decide.
+
+    A sibling that was drawn second knows the first one too, and is the less trusted the more that
+    one is. So survival falls along a path, and falls and rises again in the order of the draws.
+    """
+
+    knows_survival = True
+
+    def draft(self, request: Request, tokens: list[int], probs: Tensor) -> Draft | None:
+        """Return the draft of a request."""
+        size = request.max_drafts
+        rows, alive = [request.tokens[-1], *tokens], [1.0]
+        for row, parent in enumerate(TREE[:size], start=1):
+            first = TREE.index(parent) + 1
+            known = rows[parent] if row == first else rows[first]
+            trust = TRUST[known] if row == first else 1 - TRUST[known]
+            alive.append(alive[parent] * trust)
+        return Draft(tokens[:size], TREE[:size], probs=probs[:size], survival=alive[1:])
+
+
 class PointMassTree(SampledTree):
     """The same trees without recorded probabilities: point masses."""
 
@@ -133,6 +200,38 @@ class Mixed(SampledTree):
         kind = request.request_id % 3
         own = probs[:size] if kind == 0 else None
         return None if kind == 2 else Draft(tokens[:size], TREE[:size], probs=own)
+
+
+class InGroups(Policy):
+    """As many engines of a few requests as there are, which share forwards and nothing else.
+
+    Each group has a policy of its own, in which the drafts of one request weigh as much as they
+    can; and thousands of draws take seconds. For drafts on the host, whose counts are `max_drafts`.
+    """
+
+    needs_survival = True
+
+    def __init__(self, new: Callable[[], Policy], size: int):
+        self._new, self._size = new, size  # a policy, and how many requests it is for
+        self._policies: dict[int, Policy] = {}
+
+    def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
+        """See `Policy.admit`."""
+        groups: dict[int, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.request_id // self._size, []).append(request)
+        for name, members in groups.items():
+            policy = self._policies.get(name)
+            if policy is None:
+                policy = self._policies[name] = self._new()
+            else:  # what an engine would have asked before these drafts were made
+                view = EngineView(len(members), 0, 100, 4, 0)
+                most = max(member.max_drafts for member in members)
+                most = policy.candidate_budget(view, most).max_rows_per_request - 1
+                for member in members:
+                    member.max_drafts = min(member.max_drafts, most)
+            policy.admit(members, len(members), room)
+        return super().admit(requests, num_other_rows, room)
 
 
 class RandomDrafts(Speculator):
@@ -202,12 +301,27 @@ def run_tables(
     seeds: range,
     *,
     max_tokens: int = 4,
+    beyond: int = 0,
     page_size: int = 4,
     num_pages: int | None = None,
     adaptive: dict[str, str] | None = None,
+    policy: Callable[[], Policy] | None = None,
     **params: object,
 ) -> tuple[list[Request], Scheduler]:
-    """Run many requests, each with its own seed, together to their end."""
+    """Run many requests, each with its own seed, together to their end.
+
+    Args:
+        kind: of the speculator.
+        seeds: of the requests.
+        max_tokens: of each, at least.
+        beyond: tokens that might follow and are not waited for. Nobody gets more drafts than tokens
+            may still come: with 4 of these and no more even the first tree is two rows.
+        page_size: tokens.
+        num_pages: None: enough.
+        adaptive: options of the config.
+        policy: makes one to take the place of that which `adaptive` names.
+        params: of sampling.
+    """
     ctx = helpers.make_context(
         TableRunner(),
         kind,
@@ -219,19 +333,26 @@ def run_tables(
         max_num_batched_tokens=16 * len(seeds),
         **(adaptive or {}),
     )
+    if policy is not None:
+        ctx.speculator.policy = policy()
     requests = []
     for index, seed in enumerate(seeds):
-        options = helpers.greedy(max_tokens, **({"temperature": 1.0} | params))
+        options = helpers.greedy(max_tokens + beyond, **({"temperature": 1.0} | params))
         requests.append(
             helpers.make_request(
                 [4],
                 options,
                 request_id=index,
                 seed=seed,
-                max_len=1 + max_tokens,
+                max_len=1 + max_tokens + beyond,
                 shares_noise=False,
             )
         )
         ctx.scheduler.add(requests[-1])
-    helpers.run_to_end(ctx)
+    while ctx.scheduler.has_work:
+        speculative_round(ctx, ctx.scheduler.schedule())
+        for request in requests:
+            if request.num_output >= max_tokens and not request.is_finished:
+                ctx.scheduler.finish(request, "abort")
+    assert ctx.scheduler.pages.num_free == ctx.scheduler.pages.num_pages
     return requests, ctx.scheduler

@@ -300,13 +300,15 @@ def _merge_kernel(
     dim = tl.arange(0, DIM)
     lse_at = at * num_splits + split
     lse = tl.load(lse_ptr + lse_at, mask=split < num_splits, other=-float("inf"))
-    weight = tl.exp2(lse - tl.max(lse, 0))  # finite: every row sees itself
+    best = tl.max(lse, 0)  # -inf in rows of nobody, which see no key
+    weight = tl.exp2(lse - tl.where(best == -float("inf"), 0.0, best))
     value = tl.load(
         partial_ptr + lse_at[:, None] * DIM + dim[None, :],
         mask=(lse > -float("inf"))[:, None],
         other=0.0,
     )
-    merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+    total = tl.sum(weight, 0)
+    merged = tl.sum(value * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + at * DIM + dim, merged.to(out_ptr.dtype.element_ty))
 
 

@@ -143,6 +143,8 @@ class GraphRunner:
         self._qo_indptr[: segments + 1].copy_(batch.qo_indptr)
         self._kv_lens[:segments].copy_(batch.kv_lens)
         self._page_tables[:segments, : batch.page_tables.shape[1]].copy_(batch.page_tables)
+        assert not batch.is_full, "segments of the target are causal or masked"
+        assert batch.words is None or self._words is not None, "no masks were expected"
         if self._words is not None:
             words = self._words[:rows]
             words.zero_() if batch.words is None else words.copy_(batch.words)
@@ -168,10 +170,14 @@ class GraphRunner:
         self._target.logits(self._hidden[self._logit_rows[:tier]], out=self._logits[:tier])
 
 
-def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int) -> int:
-    """Return about how much memory graphs of a target take, buffers included.
+def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int, num_drafts: int) -> int:
+    """Return about how much memory graphs take, buffers included; see `docs/results/graphs.md`.
 
-    Measured in `docs/results/graphs.md`.
+    Args:
+        limits: of the target's graphs.
+        model: the target.
+        itemsize: bytes of one of its weights.
+        num_drafts: drafts of all requests that are captured with what they are drawn from.
     """
     if limits.rows == 0:
         return 0
@@ -180,4 +186,9 @@ def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int) -> int:
     # What a layer holds at once of each row: the residual stream, heads, both halves of the MLP.
     activations = limits.rows * (6 * width + 4 * model.intermediate_size)
     num_graphs = len(row_tiers(limits.rows)) + len(row_tiers(limits.logits))
-    return (buffers + activations) * itemsize + num_graphs * _GRAPH_BYTES
+    if num_drafts > 0:  # for each way to draw
+        num_graphs += 3 * len(row_tiers(limits.segments))
+    # Of a draft: logits in 16 bits, q twice in 32; and for one draft of each request at a time what
+    # a filter sorts, which is as much as ten times q.
+    drafts = num_drafts * vocab_size * (itemsize + 2 * 4 + 10 * 4 // max(limits.plan_rows - 1, 1))
+    return (buffers + activations) * itemsize + drafts + num_graphs * _GRAPH_BYTES

@@ -15,7 +15,7 @@ from nanospec.config import EngineConfig, ModelConfig
 from nanospec.cudagraph.graph_runner import GraphRunner, Graphs
 from nanospec.cudagraph.runner import EagerRunner, ModelRunner
 from nanospec.engine.pages import PageAllocator
-from nanospec.engine.round import Flight, RoundContext, launch, settle
+from nanospec.engine.round import Flight, RoundContext, launch, propose, settle
 from nanospec.engine.scheduler import Scheduler
 from nanospec.engine.sizing import count_pages, graph_limits, new_cache
 from nanospec.engine.warmup import warm_up
@@ -35,7 +35,7 @@ from nanospec.spec.speculator import (
 )
 from nanospec.stats import Stats, StepStats
 from nanospec.text import TextStream, Tokenizer
-from nanospec.types import Request, StepOutput
+from nanospec.types import Capability, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,9 @@ class Engine:
                 self._ctx,
                 self.speculator.effective,
                 self.model_config.vocab_size,
-                config.max_num_batched_tokens,
-                self.max_model_len,
+                max_rows=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
             )
             torch.cuda.synchronize()
             logger.info("warmed up in %.1f s", time.perf_counter() - started)
@@ -95,6 +96,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._next_id = 0
         self._flight: Flight | None = None  # the round that was launched and is not settled
+        self._settled = time.perf_counter()  # when the last round was, or the first one began
 
     @property
     def has_work(self) -> bool:
@@ -164,36 +166,57 @@ class Engine:
         the one launched.
         """
         started = time.perf_counter()
+        if self._flight is None:
+            self._settled = started
+        try:
+            return self._step()
+        finally:
+            self.stats.seconds += time.perf_counter() - started
+
+    @torch.inference_mode()
+    def settle(self) -> list[Request]:
+        """Settle the round in flight, if there is one, and return the requests that got tokens."""
+        return [] if self._flight is None else self._settle(self._flight)
+
+    def _step(self) -> list[Request]:
         before = self._flight
         if before is not None and not self.scheduler.can_run_ahead():
-            return self._settle(before, started)
+            return self._settle(before)
         segments = self.scheduler.schedule()
-        if segments:
-            self._flight = launch(self._ctx, segments, before)
-            if not self._ctx.runs_ahead:
-                return self._settle(self._flight, started)
-        return [] if before is None else self._settle(before, started)
+        if segments and not self._ctx.runs_ahead:
+            return self._settle(launch(self._ctx, segments))
+        advanced: list[Request] = []
+        try:
+            if segments:
+                self._flight = launch(self._ctx, segments, before)
+                propose(self._ctx, self._flight)
+        finally:  # whatever drafting raises, no round is lost
+            if before is not None:
+                advanced = self._settle(before)
+        return advanced
 
-    def _settle(self, flight: Flight, started: float) -> list[Request]:
+    def _settle(self, flight: Flight) -> list[Request]:
         """Settle a round, and count it."""
         if self._flight is flight:
             self._flight = None
         done = settle(self._ctx, flight)
-        advanced = [
-            request for request, own in zip(done.requests, done.emitted, strict=True) if own
-        ]
-        for request in advanced:
-            if request.is_finished:
+        advanced = []
+        budget = 0
+        for request, own, count in zip(done.requests, done.emitted, done.counts, strict=True):
+            if own:  # else it ended with the round before
+                advanced.append(request)
+                budget += count - 1
+            if own and request.is_finished:
                 self.stats.add(request.stats)
-        seconds = time.perf_counter() - started
-        self.stats.seconds += seconds
+        now = time.perf_counter()
         self.step_stats.count_step(
             rows=done.num_tokens,
             tier=done.tier,
-            budget=sum(done.counts) - len(done.requests),
-            seconds=seconds,
+            budget=budget,
+            seconds=now - self._settled,
             predicted_us=done.predicted_us,
         )
+        self._settled = now
         return advanced
 
     def _round_context(self, config: EngineConfig, decoder: Decoder) -> RoundContext:
@@ -224,9 +247,8 @@ class Engine:
         )
         attention = kernels[VERIFY](caches[0], self.model_config.num_heads)
         num_layers = self.model_config.num_layers
-        speculator.effective = adapted(
-            speculator, layer_capabilities(attention, kernels[COMMIT], num_layers)
-        )
+        capabilities = layer_capabilities(attention, kernels[COMMIT], num_layers)
+        speculator.effective = adapted(speculator, capabilities)
         if drafter is not None:
             own = create_attention(config.attention, caches[1], drafter.num_heads, beside=attention)
             speculator.start(caches[1], own)
@@ -244,7 +266,7 @@ class Engine:
             scheduler=scheduler,
             caches=caches,
             move_kv=kernels[COMMIT],
-            runs_ahead=_runs_ahead(config, speculator, self.device),
+            runs_ahead=_runs_ahead(config, speculator, capabilities),
             observers=self.observers,
         )
 
@@ -270,15 +292,20 @@ class Engine:
         graphs, embedding = Graphs(), decoder.embed_tokens.weight
         runner = GraphRunner(decoder, eager, graphs, limits, embedding, scratch_slot)
         started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        runner.capture()
-        speculator.capture(graphs, limits)
+        try:
+            runner.capture()
+            speculator.capture(graphs, limits)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"CUDA graphs of up to {limits.rows} rows do not fit beside the KV cache; lower "
+                f"max_graph_rows, max_num_seqs or gpu_memory_utilization"
+            ) from error
         torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        gib = (free - torch.cuda.mem_get_info()[0]) / 2**30
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
-            len(graphs),
-            limits.rows,
-            time.perf_counter() - started,
-            (free - torch.cuda.mem_get_info()[0]) / 2**30,
+            *(len(graphs), limits.rows, seconds, gib),
         )
         return runner
 
@@ -288,17 +315,28 @@ class Engine:
         return min(len(prompt) + params.max_tokens, self.max_model_len)
 
 
-def _runs_ahead(config: EngineConfig, speculator: Speculator, device: torch.device) -> bool:
+def _runs_ahead(
+    config: EngineConfig, speculator: Speculator, capabilities: Sequence[Capability]
+) -> bool:
     """Decide whether rounds are launched before the one before is settled."""
-    can = speculator.runs_ahead and speculator.estimator is None
-    if config.run_ahead == "on" and not can:
-        raise ConfigError(
-            f"run_ahead=on: {type(speculator).__name__} drafts on the host, from tokens it must "
-            f"have read; pass run_ahead=auto"
-        )
-    return can and (
-        config.run_ahead == "on" or (config.run_ahead == "auto" and device.type == "cuda")
+    why_not = ""
+    if not speculator.runs_ahead or speculator.estimator is not None:
+        why_not = f"{type(speculator).__name__} drafts on the host, from tokens it must have read"
+    elif _is_newer(type(speculator), "propose", "propose_ahead"):
+        why_not = f"{type(speculator).__name__} has a propose of its own, and no propose_ahead"
+    if config.run_ahead == "on" and why_not:
+        raise ConfigError(f"run_ahead=on: {why_not}; pass run_ahead=auto")
+    # Attention that plans on the host would wait for the very lengths that it runs ahead of.
+    takes_device_counts = all(each.takes_device_counts for each in capabilities)
+    return not why_not and (
+        config.run_ahead == "on" or (config.run_ahead == "auto" and takes_device_counts)
     )
+
+
+def _is_newer(kind: type, name: str, other: str) -> bool:
+    """Whether a class overrides one method below the class that defines the other."""
+    owners = [next(k for k in kind.__mro__ if each in vars(k)) for each in (name, other)]
+    return owners[0] is not owners[1] and issubclass(owners[0], owners[1])
 
 
 def _load(

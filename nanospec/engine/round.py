@@ -11,9 +11,12 @@ learns a round late, a stop say, ends nothing but its own request; what that did
 dropped.
 
 Host synchronisations per round, in order: `admit` reads how many drafts are above a threshold,
-where survivals live on a GPU; `plan` reads drafts whose tokens live there, but for those of
-`DraftRows`; attention that plans on the host reads lengths the host does not know; `settle` reads
-accepted paths and tokens. On the default path there is only the last.
+where survivals live on a GPU, and under `adaptive=auto` the survivals of the round before, which
+came with its drafts; `plan` reads drafts whose tokens live there, but for those of `DraftRows`, and
+a plan of a speculator's own; attention that plans on the host reads lengths the host does not know,
+and waits for its last plan to be copied; `settle` reads accepted paths and tokens; drafters that do
+not run ahead copy small lists and read what they drew, as do estimators of acceptance. On the
+default path there is only `settle`'s.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,9 +73,8 @@ class Flight:
     chunks: list[CommittedRows]
     plan: VerifyPlan
     step: PackedStep
-    ahead: Tensor | None  # [R] int64, tokens of each that the round before gave, if it is in flight
+    pending: Pending  # what the round, and the one in flight before it, give the requests
     output: TargetOutput
-    result: AcceptResult
     answer: "_Answer"
     predicted_us: float | None
 
@@ -141,21 +143,18 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     flight = Flight(
         requests=requests,
         places={request: place for place, request in enumerate(requests)},
-        drafts=[request.draft for request in requests],
+        drafts=[_lasting(request.draft, ctx) for request in requests],
         chunks=_commit_chunks(ctx, chunks),
         plan=plan,
         step=step,
-        ahead=ahead,
+        pending=_pending(result, ahead),
         output=output,
-        result=result,
         answer=_Answer(result, plan),
         predicted_us=verdict.predicted_us,
     )
     for request, count in zip(requests, most_rows, strict=True):
         request.draft, request.max_drafts = None, 0
         request.in_flight.append(count)
-    if ctx.runs_ahead:
-        _propose(ctx, flight)  # guess again
     return flight
 
 
@@ -176,22 +175,37 @@ def settle(ctx: RoundContext, flight: Flight) -> StepOutput:
             if reason is not None:
                 ctx.scheduler.finish(request, reason)
     if not ctx.runs_ahead:
-        _propose(ctx, flight)  # guess again
+        propose(ctx, flight)  # guess again
     return done
 
 
 def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
-    """Return what a flight gives these requests, without waiting for it."""
-    result = flight.result
-    device = result.tokens.device
+    """Return what a flight gives these requests, without waiting for it.
+
+    That of the round before, if it is not settled, is not in it.
+    """
+    own = flight.pending
     places = [flight.places.get(request, -1) if request.in_flight else -1 for request in requests]
-    host = to_device([places, [request.tokens[-1] for request in requests]], device)
-    place, root = host.unbind()
-    last = result.tokens.gather(1, result.num_emitted[:, None] - 1)[:, 0]
+    if places == list(range(len(flight.requests))):
+        return Pending(own.roots, own.num_new, own.num_new)
+    device = own.roots.device
+    place, root = to_device([places, [request.tokens[-1] for request in requests]], device).unbind()
     # Place -1 is one behind the end: no tokens.
-    num_tokens = torch.nn.functional.pad(result.num_emitted, (0, 1))[place]
-    roots = torch.where(place >= 0, torch.nn.functional.pad(last, (0, 1))[place], root)
-    return Pending(roots, num_tokens)
+    num_new = torch.nn.functional.pad(own.num_new, (0, 1))[place]
+    roots = torch.where(place >= 0, torch.nn.functional.pad(own.roots, (0, 1))[place], root)
+    return Pending(roots, num_new, num_new)
+
+
+def _pending(result: AcceptResult, ahead: Tensor | None) -> Pending:
+    """Return what a round gives its requests, and `ahead` [R], what the one before did."""
+    num_new = result.num_emitted
+    roots = result.tokens.gather(1, num_new[:, None] - 1)[:, 0]
+    return Pending(roots, num_new if ahead is None else ahead + num_new, num_new)
+
+
+def _lasting(draft: Draft | None, ctx: RoundContext) -> Draft | None:
+    """Return a draft as observers may see it: where rounds run ahead its q is overwritten."""
+    return replace(draft, probs=None) if ctx.runs_ahead and draft is not None else draft
 
 
 def _needs_mask(request: Request) -> bool:
@@ -274,8 +288,8 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     committed = list(flight.chunks)
     emitted: list[list[int]] = []
     reasons: list[FinishReason | None] = []
-    for request, own, rows, above, count in zip(
-        flight.requests, tokens, path, parents, counts, strict=True
+    for request, draft, own, rows, above, count in zip(
+        flight.requests, flight.drafts, tokens, path, parents, counts, strict=True
     ):
         if request.is_finished:  # by the round before, or aborted since
             emitted.append([])
@@ -283,6 +297,7 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
             continue
         request.in_flight.pop(0)
         start = request.kv_len
+        request.stats.drafted += 0 if draft is None else len(draft)
         is_round = request.num_output > 0  # the end of a prompt is no round
         kept, reason = _append(request, own)
         if is_round:
@@ -349,7 +364,7 @@ def _depth(parents: Sequence[int]) -> int:
     return max(depths)
 
 
-def _propose(ctx: RoundContext, flight: Flight) -> None:
+def propose(ctx: RoundContext, flight: Flight) -> None:
     """Reserve pages for the next drafts, and have them guessed."""
     speculator, effective = ctx.speculator, ctx.speculator.effective
     budget = speculator.candidate_budget(ctx.scheduler.view())
@@ -358,19 +373,21 @@ def _propose(ctx: RoundContext, flight: Flight) -> None:
     if not going:
         return
     if ctx.runs_ahead:
-        pending = pending_of(flight, going)
-        if flight.ahead is not None:
-            places = to_device([flight.places[request] for request in going], flight.ahead.device)
-            before = flight.ahead[places]
-            pending = replace(pending, num_tokens=before + pending.num_tokens)
-        drafts = list(speculator.propose_ahead(going, pending))
+        drafts = list(speculator.propose_ahead(going, _pending_for(flight, going)))
     else:
         drafts = list(speculator.propose(going))
-    for request, draft in zip(going, drafts, strict=True):
-        request.stats.drafted += 0 if draft is None else len(draft)
     if effective.kind is PlanKind.CHAIN:
         drafts = [None if draft is None else first_path(draft) for draft in drafts]
     if speculator.estimator is not None:
         drafts = speculator.estimator.complete(going, drafts)
     for request, draft in zip(going, drafts, strict=True):
         request.draft = draft
+
+
+def _pending_for(flight: Flight, going: Sequence[Request]) -> Pending:
+    """Pick from what a flight gives what some of its requests get."""
+    own = flight.pending
+    if len(going) == len(flight.requests):
+        return own
+    place = to_device([flight.places[request] for request in going], own.roots.device)
+    return Pending(own.roots[place], own.num_tokens[place], own.num_new[place])

@@ -133,13 +133,10 @@ def _free_after_largest_step(config: EngineConfig, decoder: Decoder, resources: 
     cache_bytes = run_largest_step(config, decoder, resources)
     peak = torch.cuda.max_memory_reserved(device) - cache_bytes
     torch.cuda.empty_cache()
-    limits = graph_limits(config, resources, takes_device_counts=True)
-    in_graphs = graph_bytes(limits, decoder.config, decoder.dtype.itemsize)
-    if (
-        resources.records_probs and limits.rows > 0
-    ):  # a drafter's: logits, q, and what a filter needs
-        per_request = (resources.max_rows - 1) * 12 + 64
-        in_graphs += config.max_num_seqs * decoder.config.vocab_size * per_request
+    captures = config.attention in ("auto", "triton")
+    limits = graph_limits(config, resources, takes_device_counts=captures)
+    num_drafts = config.max_num_seqs * (resources.max_rows - 1) if resources.records_probs else 0
+    in_graphs = graph_bytes(limits, decoder.config, decoder.dtype.itemsize, num_drafts)
     return config.gpu_memory_utilization * total - by_others - peak - in_graphs
 
 

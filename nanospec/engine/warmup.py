@@ -27,7 +27,13 @@ KINDS = (
 
 
 def warm_up(
-    ctx: RoundContext, resources: Resources, vocab_size: int, max_rows: int, max_model_len: int
+    ctx: RoundContext,
+    resources: Resources,
+    vocab_size: int,
+    *,
+    max_rows: int,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> None:
     """Launch rounds of chains and trees, judged by q and by equality, and the longest of prompts.
 
@@ -36,6 +42,7 @@ def warm_up(
         resources: what plans may ask for.
         vocab_size: V.
         max_rows: of a forward.
+        max_num_seqs: requests of a forward.
         max_model_len: tokens of a request.
     """
     widths = sorted({min(1 << power, resources.max_rows) - 1 for power in range(7)})
@@ -49,15 +56,17 @@ def warm_up(
                         request.draft, request.max_drafts = draft, width
                     _launch(ctx, resources, vocab_size, [request, _request(ctx, params, 2, 0)])
     length = min(max_model_len, max_rows)
-    prompts = [_request(ctx, KINDS[0], length, 0) for _ in range(-(-max_rows // length))]
+    lengths = [length] * (max_rows // length) + [max_rows % length]
+    prompts = [_request(ctx, KINDS[0], own, 0) for own in lengths[:max_num_seqs] if own > 0]
     _launch(ctx, resources, vocab_size, [], prompts)
-    if resources.kind > PlanKind.CHAIN:  # beside one, segments that need words
+    if resources.kind > PlanKind.CHAIN and resources.max_rows > 2:  # beside one, a tree
         request = _request(ctx, KINDS[0], 2, 2)
         request.draft = Draft([0, 0], [0, 0])
         request.max_drafts = 2
-        _launch(ctx, resources, vocab_size, [request], prompts)
-    survival = torch.rand(2, max(resources.max_rows - 1, 1), device=ctx.caches[0].k.device)
-    count = torch.ones(2, dtype=torch.int64, device=survival.device)
+        _launch(ctx, resources, vocab_size, [request], prompts[:-1])
+    width, device = max(resources.max_rows - 1, 1), ctx.caches[0].k.device
+    survival = torch.rand(max_num_seqs, width, device=device)
+    count = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
     admit(survival, torch.ones_like(survival).long(), count, count[0])
 
 

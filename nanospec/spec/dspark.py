@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -109,7 +110,8 @@ class DSparkSpeculator(Speculator):
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`. A request past the drafter's own positions gets no draft."""
         roots = to_device([request.tokens[-1] for request in requests], self.setup.device)
-        return self.propose_ahead(requests, Pending(roots, torch.zeros_like(roots)))
+        none = torch.zeros_like(roots)
+        return self.propose_ahead(requests, Pending(roots, none, none))
 
     def propose_ahead(
         self, requests: Sequence[Request], pending: Pending
@@ -121,7 +123,8 @@ class DSparkSpeculator(Speculator):
             return [None] * len(requests)
         if len(live) < len(requests):
             index = to_device(live, self.setup.device)
-            pending = Pending(pending.roots[index], pending.num_tokens[index])
+            own_tokens, own_new = pending.num_tokens[index], pending.num_new[index]
+            pending = Pending(pending.roots[index], own_tokens, own_new)
         drafts: list[Draft | None] = [None] * len(requests)
         own = self._draft([requests[i] for i in live], [room[i] for i in live], pending)
         for place, draft in zip(live, own, strict=True):
@@ -134,10 +137,9 @@ class DSparkSpeculator(Speculator):
         """Draft for requests that have room for one token at least."""
         lengths = [min(own, self._width) for own in room]
         blocks = self._blocks(requests, lengths, pending)
-        found = None if self._graphs is None else self._graphs.run(blocks)
-        if found is None:
-            found = self._draft_blocks(blocks, max(lengths))
-        return found.drafts(lengths)
+        if self._graphs is not None:
+            return self._graphs.run(blocks).drafts(lengths)
+        return self._draft_blocks(blocks, self._width).drafts(lengths)
 
     def _blocks(
         self, requests: Sequence[Request], lengths: Sequence[int], pending: Pending
@@ -150,7 +152,9 @@ class DSparkSpeculator(Speculator):
         columns = [known, list(lengths), [REGIMES.index(each) for each in regimes], shared]
         starts, length, regime, shares_noise = to_device(columns, device).unbind()
         tables = padded_tables([request.pages for request in requests])
-        vocab_size = self._config.layers.vocab_size
+        rows = sampling_rows(requests, self._config.layers.vocab_size, device, pending.num_tokens)
+        # A stop that may not come yet may be drafted: the target rejects it, whatever q is.
+        rows = replace(rows, stops=rows.stops[:0], is_stop=rows.is_stop[:, :0])
         return Blocks(
             roots=pending.roots,
             starts=starts + pending.num_tokens,
@@ -158,7 +162,7 @@ class DSparkSpeculator(Speculator):
             page_tables=to_device(tables, device, torch.int32),
             regime=regime,
             shares_noise=shares_noise,
-            rows=sampling_rows(requests, vocab_size, device, pending.num_tokens),
+            rows=rows,
         )
 
     def _draft_blocks(self, blocks: Blocks, width: int) -> DraftRows:

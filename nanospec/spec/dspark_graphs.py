@@ -98,18 +98,18 @@ class BlockGraphs:
         for mode in MODES:
             self._graphs.capture(f"draft, {mode}", self._tiers, partial(self._run, mode))
 
-    def run(self, blocks: Blocks) -> DraftRows | None:
-        """Draft; None where no graph was captured for this, as stops that may not come yet."""
+    def run(self, blocks: Blocks) -> DraftRows:
+        """Draft for blocks whose rows have no stops."""
         count = len(blocks.roots)
         tier = tier_of(count, self._tiers)
         flags = (blocks.rows.is_greedy, blocks.rows.has_filters and not blocks.rows.is_greedy)
         mode = next(name for name, each in MODES.items() if each == flags)
-        if tier is None or len(blocks.rows.stops) > 0:
-            return None
+        assert tier is not None, "more blocks than requests may run"
         own = self._blocks
         for name in _COLUMNS:
             getattr(own, name)[:count].copy_(getattr(blocks, name))
-        own.lengths[count:tier].zero_()  # blocks of nobody
+        own.lengths[count:tier].zero_()  # blocks of nobody, which see no key
+        own.starts[count:tier].zero_()
         own.page_tables[:count, : blocks.page_tables.shape[1]].copy_(blocks.page_tables)
         for name in _DRAWN_BY:
             getattr(own.rows, name)[:count].copy_(getattr(blocks.rows, name))

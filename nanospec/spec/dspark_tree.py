@@ -6,10 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanospec.cudagraph.buckets import row_tiers
 from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.params import GREEDY_TEMPERATURE
 from nanospec.spec.dspark import DSparkSpeculator
-from nanospec.spec.sampler import SamplingRows, probabilities
+from nanospec.spec.dspark_graphs import Blocks
+from nanospec.spec.sampler import SamplingRows, probabilities, sampling_rows
 from nanospec.types import Draft, Pending, PlanKind, Request, Resources
 
 
@@ -31,7 +33,14 @@ class DSparkTreeSpeculator(DSparkSpeculator):
         return Resources(PlanKind.TREE, 1 + self.max_draft_len, taps=taps)
 
     def capture(self, graphs: Graphs, limits: GraphLimits) -> None:
-        """See `Speculator.capture`: trees are grown eagerly."""
+        """See `Speculator.capture`: trees are grown eagerly, by kernels that are compiled here."""
+        del graphs
+        for count in row_tiers(self.setup.config.max_num_seqs):
+            zeros = torch.zeros(count, dtype=torch.int64, device=self.setup.device)
+            tables = zeros.new_zeros(count, limits.pages, dtype=torch.int32)
+            rows = sampling_rows([], self._config.layers.vocab_size, self.setup.device)
+            blocks = Blocks(zeros, zeros, zeros, tables, zeros, zeros, rows)
+            self._run_blocks(blocks, self._width)
 
     def _usual_draft_len(self) -> int:
         return 2 * self._config.block_size + 2
@@ -42,7 +51,7 @@ class DSparkTreeSpeculator(DSparkSpeculator):
         lengths = [min(own, self._width) for own in room]
         blocks = self._blocks(requests, lengths, pending)
         tokens, parents, survival = self._expand(
-            self._run_blocks(blocks, max(lengths)),
+            self._run_blocks(blocks, self._width),
             _not_greedy(blocks.rows, self._config.layers.vocab_size),
             blocks.roots,
             blocks.lengths,

@@ -1,13 +1,20 @@
 """Graphs replay what an eager run gives, whatever the batch, and write nowhere else."""
 
+import dataclasses
+import functools
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanospec import LLM
+from nanospec.attention.batch import ForwardBatch
 from nanospec.config import EMBEDDED_PAIR, EngineConfig
+from nanospec.cudagraph.graph_runner import GraphRunner, Graphs
+from nanospec.cudagraph.runner import EagerRunner, TargetOutput
 from nanospec.engine.sizing import graph_limits
 from nanospec.types import PlanKind, Request, Resources, StepOutput
 from tests import helpers
@@ -27,6 +34,78 @@ def test_limits_follow_from_what_plans_may_hold() -> None:
     assert none.rows == 0
 
 
+class FakeGraphs(Graphs):
+    """Runs again what was captured: everything but CUDA is as with graphs."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[str, int], Callable[[], None]] = {}
+
+    def capture(self, name: str, tiers: Sequence[int], run: Callable[[int], None]) -> None:
+        """See `Graphs.capture`."""
+        for tier in tiers:
+            run(tier)
+            self._runs[name, tier] = functools.partial(run, tier)
+
+    def replay(self, name: str, tier: int) -> None:
+        """See `Graphs.replay`."""
+        self._runs[name, tier]()
+
+
+@torch.inference_mode()
+def with_fake_graphs(llm: LLM, rows: int) -> None:
+    """Let an engine on a CPU run as if it replayed graphs."""
+    engine = llm.engine
+    limits = graph_limits(
+        EngineConfig(model="x", max_num_seqs=12, max_graph_rows=rows, page_size=4),
+        engine.speculator.effective,
+        takes_device_counts=True,
+        max_model_len=engine.max_model_len,
+    )
+    graphs, runner = FakeGraphs(), engine._ctx.runner
+    assert isinstance(runner, EagerRunner)
+    target, cache = runner._target, engine._ctx.caches[0]
+    embedding = target.embed_tokens.weight  # type: ignore[attr-defined]
+    replaying = GraphRunner(target, runner, graphs, limits, embedding, cache.scratch_slot)
+    replaying.capture()
+    engine.speculator.capture(graphs, limits)
+    engine._ctx = dataclasses.replace(engine._ctx, runner=replaying)
+
+
+@pytest.mark.parametrize("rows", [4, 48])
+@pytest.mark.parametrize("kind", ["none", "none-ahead", "trie", "dspark", "dspark-ahead"])
+def test_padding_and_buffers_change_no_output_and_no_live_page(
+    qwen3: Path, tmp_path: Path, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 4 rows most batches are beyond the largest tier and run eagerly."""
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, helpers.greedy(20))
+    options = options_of(kind.removesuffix("-ahead"), "tiny", qwen3, tmp_path)
+    options |= {"run_ahead": "on" if "ahead" in kind else "off", "max_num_seqs": 12}
+    llm = helpers.make_llm(qwen3, page_size=4, **options)
+    with_fake_graphs(llm, rows)
+    runner = llm.engine._ctx.runner
+    run, caches = runner.run, llm.engine._ctx.caches
+
+    def checked(batch: ForwardBatch) -> TargetOutput:
+        before = [(cache.k.clone(), cache.v.clone()) for cache in caches]
+        output = run(batch)
+        for cache, (k, v) in zip(caches, before, strict=True):
+            untouched = torch.ones(cache.k.shape[1], dtype=torch.bool)
+            untouched[batch.slots] = False
+            untouched[cache.scratch_slot :] = False
+            assert torch.equal(cache.k[:, untouched], k[:, untouched])
+            assert torch.equal(cache.v[:, untouched], v[:, untouched])
+        return output
+
+    monkeypatch.setattr(runner, "run", checked)
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(20)) == want
+    padding = llm.engine.step_stats.padding
+    assert (padding > 0) == (rows > 4) or kind.startswith("none")
+    params = [helpers.greedy(12, temperature=0.9, seed=i, top_p=0.9) for i in range(len(PROMPTS))]
+    params[1] = helpers.greedy(12, stop_token_ids=[want[1][1]], min_tokens=5)
+    again = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    assert helpers.token_ids(llm, PROMPTS, params) == again
+
+
 def options_of(kind: str, model: str, folder: Path, tmp_path: Path) -> dict[str, Any]:
     if kind == "lookahead":
         return {"speculator": "examples.lookahead:LookaheadSpeculator"}
@@ -42,8 +121,8 @@ def options_of(kind: str, model: str, folder: Path, tmp_path: Path) -> dict[str,
     return {"speculator": speculator, "draft": str(draft), "adaptive": adaptive}
 
 
-def arrivals(llm: LLM, seed: int, rounds: int) -> list[tuple[list[int], list[int]]]:
-    """Run requests that come and go for so many rounds; return prompts and what was made of them.
+def arrivals(llm: LLM, seed: int, rounds: int) -> list[tuple[list[int], list[int], str]]:
+    """Run requests that come and go for so many rounds; return prompts, outputs and why they end.
 
     What comes depends on the seed and the round alone.
     """
@@ -62,7 +141,7 @@ def arrivals(llm: LLM, seed: int, rounds: int) -> list[tuple[list[int], list[int
     while engine.has_work:
         engine.step()
     assert engine.pages.num_free == engine.pages.num_pages
-    return [(request.prompt_token_ids, request.output_token_ids) for request in done]
+    return [(r.prompt_token_ids, r.output_token_ids, str(r.finish_reason)) for r in done]
 
 
 CASES = [("tiny", kind) for kind in KINDS]
@@ -95,10 +174,10 @@ def test_graphs_give_what_eager_rounds_give(
     eager = helpers.make_llm(folder, max_graph_rows=0, **options)
     reference = arrivals(eager, 1, 200)
     assert len(found) == len(reference)
-    for (prompt, got), (same, want) in zip(found, reference, strict=True):
+    for (prompt, got, ended), (same, want, _) in zip(found, reference, strict=True):
         assert prompt == same
-        shorter = min(len(got), len(want))  # after an abort
-        assert got[:shorter] == want[:shorter]
+        shorter = min(len(got), len(want)) if ended == "abort" else len(want)
+        assert got[:shorter] == want[:shorter] and (ended == "abort" or len(got) == len(want))
 
 
 @pytest.mark.gpu

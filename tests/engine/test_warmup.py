@@ -1,5 +1,6 @@
 """Warming up covers every kernel, and leaves nothing behind."""
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+import nanospec
 from nanospec.engine.warmup import warm_up
 from tests import helpers
 
 PROMPTS = helpers.random_prompts(9, seed=4)
 
 
-@pytest.mark.parametrize("speculator", ["none", "trie", "dspark"])
+@pytest.mark.parametrize("speculator", ["none", "trie", "dspark", "trie of 1"])
 def test_it_changes_no_live_page_and_no_output(
     qwen3: Path, tmp_path: Path, speculator: str
 ) -> None:
-    options: dict[str, Any] = {"speculator": speculator, "page_size": 4}
+    options: dict[str, Any] = {"speculator": speculator.split()[0], "page_size": 4}
+    if "1" in speculator:
+        options["max_draft_len"] = 1
     if speculator == "dspark":
         options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
     llm = helpers.make_llm(qwen3, **options)
@@ -25,7 +29,8 @@ def test_it_changes_no_live_page_and_no_output(
     ctx, engine = llm.engine._ctx, llm.engine
     live = [cache.k[:, : cache.scratch_slot].clone() for cache in ctx.caches]
     with torch.inference_mode():
-        warm_up(ctx, engine.speculator.effective, engine.model_config.vocab_size, 100, 60)
+        effective, vocab_size = engine.speculator.effective, engine.model_config.vocab_size
+        warm_up(ctx, effective, vocab_size, max_rows=100, max_num_seqs=3, max_model_len=60)
     for cache, before in zip(ctx.caches, live, strict=True):
         assert torch.equal(cache.k[:, : cache.scratch_slot], before)
     assert helpers.token_ids(llm, PROMPTS, helpers.greedy(12)) == want
@@ -36,11 +41,12 @@ def num_compiled() -> int:
     """Return how many variants of our kernels were compiled so far."""
     import triton
 
-    from nanospec.attention import kv_ops_triton, paged_triton
-    from nanospec.engine import packing_triton
-    from nanospec.spec import accept_triton, budget_triton
-
-    modules = (kv_ops_triton, paged_triton, packing_triton, accept_triton, budget_triton)
+    folder = Path(nanospec.__file__).parent
+    modules = [
+        importlib.import_module(".".join(("nanospec", path.parent.name, path.stem)))
+        for path in folder.glob("*/*_triton.py")
+    ]
+    assert len(modules) >= 7
     kernels = [each for module in modules for each in vars(module).values()]
     return sum(
         len(caches[0])
@@ -70,6 +76,8 @@ def test_nothing_compiles_after_start_up(qwen3: Path, tmp_path: Path, kind: str)
                 temperature=rng.choice([0.0, 0.9]),
                 top_p=rng.choice([1.0, 0.9]),
                 seed=rng.choice([None, 3]),
+                min_tokens=rng.choice([0, 0, 1]),
+                ignore_eos=False,
             )
             for _ in range(rng.choice([1, 1, 1, 20])):
                 engine.add([rng.randrange(5, 300) for _ in range(rng.randint(1, 200))], params)

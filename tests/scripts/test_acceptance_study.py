@@ -43,7 +43,10 @@ def test_the_arms_are_compared_family_by_family(capsys: pytest.CaptureFixture[st
     assert observed == sorted(observed, reverse=True) and observed[0] > 0.5
 
 
-@pytest.mark.parametrize("speculator", ["ngram", "trie", "draft"])
+@pytest.mark.parametrize(
+    "speculator",
+    ["ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("trie", "draft"))],
+)
 def test_drafters_without_confidences_are_served_by_an_estimator(
     speculator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

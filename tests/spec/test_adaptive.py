@@ -2,15 +2,19 @@
 
 import json
 import random
+from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nanospec import LLM
 from nanospec.attention.torch_backend import TorchAttention
-from nanospec.config import EngineConfig
+from nanospec.config import EngineConfig, parse_adaptive
+from nanospec.engine.engine import Engine
 from nanospec.errors import ConfigError
 from nanospec.spec import speculator as speculators
 from nanospec.spec.adaptive import (
@@ -19,12 +23,22 @@ from nanospec.spec.adaptive import (
     Policy,
     Schedule,
     Threshold,
+    Verdict,
     create_policy,
     share_out,
 )
 from nanospec.spec.budget import CostTable
 from nanospec.spec.estimator import AcceptanceEstimator
-from nanospec.types import Capability, Draft, DraftRows, EngineView, PlanKind, StepOutput
+from nanospec.types import (
+    Capability,
+    Draft,
+    DraftRows,
+    EngineView,
+    PlanKind,
+    Request,
+    StepOutput,
+    as_list,
+)
 from tests import helpers
 
 PROMPTS = [*helpers.random_prompts(5, seed=3), [*range(5, 15)] * 3]
@@ -161,11 +175,25 @@ def test_the_example_of_the_paper_is_decided_by_the_round_before() -> None:
         for now in (good, bad):
             policy = Costs(table)
             (request,) = requests_with(earlier)
-            policy.admit(
-                [request], 1, 10_000
-            )  # what it says of itself counts from the next round on
+            counts(policy, [request])  # what it says of itself counts from the next round on
             request.draft, request.max_drafts = Draft([7] * 2, survival=now), 2
             assert counts(policy, [request]) == [verified]
+
+
+def test_nobody_is_judged_by_what_another_one_said_before() -> None:
+    gentle = CostTable(((1, 10.0), (30, 155.0)), ((1, 0.0),), 0, {})
+    low, high = [0.01] * 4, [0.99] * 4
+    for order in ((low, high), (high, low)):
+        policy = Costs(gentle)
+        first, second = requests_with(*order)
+        assert counts(policy, [first, second]) == [4, 4]  # nothing was known of them
+        for request, own in ((second, order[1]), (first, order[0])):  # now each is alone
+            request.max_drafts = 4
+            assert counts(policy, [request]) == [4 if own is high else 0]
+            policy.candidate_budget(view(2), 4)
+        (new,) = requests_with(low)
+        assert counts(policy, [new]) == [4]  # at the first one's place, and not known yet
+        assert counts(policy, [new]) == [0]
 
 
 def test_no_drafts_are_made_while_none_pay_and_some_again_when_the_load_changes() -> None:
@@ -272,38 +300,142 @@ def test_a_schedule_verifies_n_times_k_drafts_at_every_step(
     assert set(seen) >= {1, 6}
 
 
-@pytest.mark.parametrize("adaptive", ["schedule:[[1,9,2]]", "threshold:0.3", "auto"])
-@pytest.mark.parametrize("speculator", ["ngram", "trie", "draft", "dspark-tree"])
+Rank = tuple[float, int, int, int]  # survival, falling; depth; request; place
+
+
+def ranks(request: Request, requests: Sequence[Request]) -> list[Rank]:
+    """Return where each draft that a round could verify stands among those of all requests."""
+    found: list[Rank] = []
+    least, deepest = 1.0, 0
+    for place, alive in enumerate(survivals(request)):
+        assert request.draft is not None
+        least, deepest = min(least, alive), max(deepest, request.draft.depths[place])
+        found.append((-least, deepest, requests.index(request), place))
+    return found
+
+
+def survivals(request: Request) -> list[float]:
+    """Return those of the drafts that a round could verify, in the precision that decides."""
+    if request.num_planned == 0:
+        return []
+    assert request.draft is not None and request.draft.survival is not None
+    alive = torch.as_tensor(request.draft.survival, dtype=torch.float32)
+    found: list[float] = alive[: request.num_planned].tolist()
+    return found
+
+
+class Recount:
+    """Works out by brute force what each round should verify of each request, and compares.
+
+    What is known of a request is kept by the request, so whoever takes one for another is caught.
+    """
+
+    def __init__(self, engine: Engine, adaptive: str, table: CostTable):
+        self.verified: Counter[Request] = Counter()
+        self._kind, self._value = parse_adaptive(adaptive, 7)
+        self._table = table  # in which drafting costs nothing
+        self._known: dict[Request, list[float]] = {}  # survivals of an earlier round
+        self._rounds: deque[tuple[list[Rank], int]] = deque()  # not settled: ranking, budget
+        self._admit = engine.speculator.admit
+        engine.speculator.admit = self._expect  # type: ignore[method-assign]
+        engine.observers.append(self._compare)
+
+    def _expect(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
+        """Stands before `Speculator.admit`."""
+        ranking = sorted(rank for request in requests for rank in ranks(request, requests))
+        budget = self._budget(requests, ranking, num_other_rows)
+        self._rounds.append((ranking, min(budget, len(ranking), room)))
+        for request in requests:
+            if request.num_planned > 0:
+                self._known[request] = survivals(request)
+        return self._admit(requests, num_other_rows, room)
+
+    def _budget(
+        self, requests: Sequence[Request], ranking: Sequence[Rank], num_other_rows: int
+    ) -> int:
+        if self._kind == "schedule":
+            ((_, _, mean),) = self._value
+            return mean * sum(request.num_planned > 0 for request in requests)
+        if self._kind == "threshold":
+            return sum(-rank[0] >= self._value for rank in ranking)
+        known: list[float] = []
+        for request in requests:
+            own = self._known.get(request, [1.0])
+            known += (own + own[-1:] * request.num_planned)[: request.num_planned]
+        known.sort(reverse=True)
+        expected = [len(requests) + sum(known[:count]) for count in range(len(known) + 1)]
+        costs = self._table.verify_us(num_other_rows + np.arange(len(expected)))
+        return int((np.array(expected) / costs).argmax())
+
+    def _compare(self, step: StepOutput) -> None:
+        ranking, budget = self._rounds.popleft()
+        want = Counter(step.requests[index] for _, _, index, _ in ranking[:budget])
+        for request, draft, rows, tokens, kept in zip(
+            step.requests,
+            step.drafts,
+            step.counts,
+            step.plan.tokens.tolist(),
+            step.emitted,
+            strict=True,
+        ):
+            assert rows == 1 + want[request]
+            if draft is not None:
+                assert tokens[1:rows] == as_list(draft.tokens)[: rows - 1]
+            if kept:  # or it had ended when the round was read
+                self.verified[request] += rows - 1
+
+
+# One row more for each of four is free, so that drafting never stops; further ones cost.
+FIRST_ARE_FREE = CostTable(((8, 10.0), (12, 14.0), (60, 60.0)), ((1, 0.0),), 0, {})
+ADAPTIVE = ["schedule:[[1,9,2]]", "threshold:0.3", "auto"]
+SPECULATORS = ["ngram", "trie", "draft", "dspark", "dspark-ahead", "dspark-tree"]
+
+
+@pytest.mark.parametrize("adaptive", ADAPTIVE)
+@pytest.mark.parametrize("speculator", SPECULATORS)
 def test_arrivals_aborts_and_preemptions_never_mix_requests_up(
     qwen3: Path, tmp_path: Path, speculator: str, adaptive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = dict(zip(map(tuple, PROMPTS), run(qwen3)[0], strict=True))
-    options: dict[str, Any] = {"speculator": speculator, "adaptive": adaptive, "page_size": 3}
+    jobs = [  # greedy, drawn like the target draws, and judged by rejection
+        (prompt, helpers.greedy(24, **sampling))
+        for sampling in ({}, {"temperature": 0.9, "seed": 7}, {"temperature": 0.9})
+        for prompt in PROMPTS
+    ]
+    plain = helpers.make_llm(qwen3)
+    want = helpers.token_ids(plain, [prompt for prompt, _ in jobs], [params for _, params in jobs])
+    options: dict[str, Any] = {"speculator": speculator.removesuffix("-ahead")}
     if speculator == "draft":
         options["draft"] = str(qwen3)
-    elif speculator == "dspark-tree":
-        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
-    gentle = CostTable(((1, 10.0), (12, 14.0), (60, 60.0)), ((1, 1.0),), 0, {})
-    costs = table_for(run(qwen3)[1], tmp_path / "costs.json", gentle, monkeypatch)
-    options["cost_table"] = str(costs)
+    elif "dspark" in speculator:
+        taught = [prompt + own for (prompt, _), own in zip(jobs, want, strict=True)]
+        drafter = helpers.make_drafter(tmp_path / "drafter", qwen3, taught=taught)
+        options["draft"] = str(drafter)
+    costs = table_for(plain, tmp_path / "costs.json", FIRST_ARE_FREE, monkeypatch)
+    options |= {"adaptive": adaptive, "cost_table": str(costs), "page_size": 3}
+    options |= {"run_ahead": "on" if "ahead" in speculator else "off", "max_num_batched_tokens": 24}
     engine = helpers.make_llm(
-        qwen3, num_pages=40, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=24, **options
+        qwen3, num_pages=36, max_model_len=100, max_num_seqs=4, **options
     ).engine
+    recount = Recount(engine, adaptive, FIRST_ARE_FREE)
     rng = random.Random(adaptive + speculator)
-    left, live, done = PROMPTS * 3, [], []
+    left, live, done = list(range(len(jobs))), [], {}
+    rng.shuffle(left)
     while left or engine.has_work:
-        if left and rng.random() < 0.3:
-            live.append(engine.add(left.pop(), helpers.greedy(24)))
-            done.append(live[-1])
+        if left and rng.random() < 0.5:
+            live.append(engine.add(*jobs[left[-1]]))
+            done[live[-1]] = left.pop()
         if live and rng.random() < 0.05:
             engine.abort(live.pop(rng.randrange(len(live))))
         for request in engine.step():
             assert request.stats.verified <= request.stats.drafted
-    for request in done:
-        whole = want[tuple(request.prompt_token_ids)]
-        assert request.output_token_ids == whole[: request.num_output]
+    for request, job in done.items():
+        if request.shares_noise:
+            assert request.output_token_ids == want[job][: request.num_output]
         assert request.finish_reason == "abort" or request.num_output == 24
+        assert request.stats.verified == recount.verified[request]
     assert engine.pages.num_free == engine.pages.num_pages
+    assert engine.scheduler.num_preemptions > 0
+    assert 0 < engine.stats.verified < engine.stats.drafted
 
 
 def test_an_estimator_learns_what_is_accepted() -> None:
