@@ -274,6 +274,20 @@ def test_a_steep_table_means_plain_decoding_and_a_flat_one_verifies_all(
     assert llm.stats.verified == off.stats.verified
 
 
+def test_a_steep_table_means_plain_decoding_past_every_probe(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = helpers.make_drafter(tmp_path / "drafter", qwen3)
+    steep = table_for(run(qwen3)[1], tmp_path / "steep.json", STEEP, monkeypatch)
+    llm = helpers.make_llm(
+        qwen3, draft=str(drafter), adaptive="auto", cost_table=str(steep), max_num_seqs=3
+    )
+    params = helpers.greedy(2 * PROBE_ROUNDS + 10)
+    want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, params)
+    assert helpers.token_ids(llm, PROMPTS, params) == want
+    assert llm.stats.verified == 0 < llm.stats.drafted < llm.stats.rounds
+
+
 @pytest.mark.parametrize("speculator", ["dspark", "dspark-tree", "draft"])
 def test_a_schedule_verifies_n_times_k_drafts_at_every_step(
     qwen3: Path, tmp_path: Path, speculator: str
