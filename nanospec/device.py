@@ -1,4 +1,4 @@
-"""Small lists on their way from the host to the device."""
+"""Small things on their way between host and device, without either waiting for the other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,3 +16,20 @@ def to_device(
     """
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host; only who reads it waits, and only for what came before."""
+
+    def __init__(self, values: Tensor):
+        self._values = values.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        """Wait until it is there, and return it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values

@@ -32,7 +32,7 @@ class Tracer:
     def __call__(self, step: StepOutput) -> None:
         """Write one round; rounds that only cache chunks of prompts are numbered, not written."""
         self.round += 1
-        if not any(step.emitted):
+        if not step.live:
             return
         record = self._record(step)
         if self.as_data:
@@ -46,16 +46,10 @@ class Tracer:
             "round": self.round,
             "rows": step.num_tokens,
             "tier": step.tier,
-            "budget": sum(
-                count - 1 for count, own in zip(step.counts, step.emitted, strict=True) if own
-            ),
+            "budget": step.budget,
             "predicted_us": step.predicted_us,
             "kind": step.plan.kind.name.lower(),
-            "requests": [
-                self._request(step, index, count - 1)
-                for index, count in enumerate(step.counts)
-                if step.emitted[index]  # else it ended with the round before
-            ],
+            "requests": [self._request(step, index, step.counts[index] - 1) for index in step.live],
         }
 
     def _request(self, step: StepOutput, index: int, verified: int) -> dict[str, Any]:

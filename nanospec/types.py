@@ -117,7 +117,10 @@ class Pending:
 
     roots: Tensor  # [R] int64, the last token of each
     num_tokens: Tensor  # [R] int64, tokens on their way
-    num_new: Tensor  # [R] int64, those of them that the last round gives
+
+    def at(self, index: Tensor) -> "Pending":
+        """Return what those of `index` [n] get."""
+        return Pending(self.roots[index], self.num_tokens[index])
 
 
 _Number = TypeVar("_Number", int, float)
@@ -291,6 +294,16 @@ class StepOutput:
     num_tokens: int  # rows of the whole forward
     tier: int  # rows that were run, padding included
     predicted_us: float | None  # what the round should take, where costs are known
+
+    @property
+    def live(self) -> list[int]:
+        """The numbers of the requests that got tokens; others ended with the round before."""
+        return [index for index, own in enumerate(self.emitted) if own]
+
+    @property
+    def budget(self) -> int:
+        """How many drafts were verified of those requests."""
+        return sum(self.counts[index] - 1 for index in self.live)
 
     def deepest(self, index: int) -> int:
         """Return the depth of a request's tree up to which drafts count: none behind a stop.

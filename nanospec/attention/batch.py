@@ -114,7 +114,7 @@ def build_batch(
 def padded_tables(page_tables: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return page tables of the same width, padded with page 0; at least one page wide."""
     width = max(1, max(map(len, page_tables), default=1))
-    return [[*table, *[0] * (width - len(table))] for table in page_tables] or []
+    return [[*table, *[0] * (width - len(table))] for table in page_tables]
 
 
 def slots_of(pages: Sequence[int], span: range, page_size: int) -> list[int]:
@@ -128,7 +128,6 @@ def batch_of_spans(
     token_ids: Tensor,
     *,
     page_size: int,
-    is_full: bool = False,
 ) -> ForwardBatch:
     """Return a batch of rows at their own positions, whose hidden states alone are wanted.
 
@@ -137,7 +136,6 @@ def batch_of_spans(
         page_tables: R, pages of each request.
         token_ids: [T] int64, of all spans in order.
         page_size: tokens per page.
-        is_full: whether the rows of a span see all of it.
     """
     device = token_ids.device
     positions = to_device([at for span in spans for at in span], device)
@@ -154,7 +152,6 @@ def batch_of_spans(
         [span.stop for span in spans],
         page_tables,
         positions[:0],
-        is_full=is_full,
     )
 
 

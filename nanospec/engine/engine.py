@@ -200,19 +200,15 @@ class Engine:
         if self._flight is flight:
             self._flight = None
         done = settle(self._ctx, flight)
-        advanced = []
-        budget = 0
-        for request, own, count in zip(done.requests, done.emitted, done.counts, strict=True):
-            if own:  # else it ended with the round before
-                advanced.append(request)
-                budget += count - 1
-            if own and request.is_finished:
+        advanced = [done.requests[index] for index in done.live]
+        for request in advanced:
+            if request.is_finished:
                 self.stats.add(request.stats)
         now = time.perf_counter()
         self.step_stats.count_step(
             rows=done.num_tokens,
             tier=done.tier,
-            budget=budget,
+            budget=done.budget,
             seconds=now - self._settled,
             predicted_us=done.predicted_us,
         )
@@ -262,7 +258,7 @@ class Engine:
         )
         return RoundContext(
             speculator=speculator,
-            runner=self._runner(config, decoder, attention, caches[0].scratch_slot),
+            runner=self._runner(config, decoder, attention, capabilities, caches[0].scratch_slot),
             scheduler=scheduler,
             caches=caches,
             move_kv=kernels[COMMIT],
@@ -271,23 +267,27 @@ class Engine:
         )
 
     def _runner(
-        self, config: EngineConfig, decoder: Decoder, attention: AttentionBackend, scratch_slot: int
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        capabilities: Sequence[Capability],
+        scratch_slot: int,
     ) -> ModelRunner:
         """Capture the target's forward, where graphs are wanted and possible."""
         speculator = self.speculator
         eager = EagerRunner(decoder, attention, speculator.effective.taps, speculator.observe_rows)
-        layers = [attention.capability(layer) for layer in range(self.model_config.num_layers)]
-        refusing = next((each.reason for each in layers if not each.takes_device_counts), None)
+        lacking = [each.reason for each in capabilities if not each.takes_device_counts]
         on_gpu = self.device.type == "cuda"
         limits = graph_limits(
             config,
             speculator.effective,
-            takes_device_counts=on_gpu and refusing is None,
+            takes_device_counts=on_gpu and not lacking,
             max_model_len=self.max_model_len,
         )
         if limits.rows == 0:
-            if on_gpu and refusing is not None and config.max_graph_rows != 0:
-                logger.warning("no CUDA graphs, as attention cannot be captured: %s", refusing)
+            if on_gpu and lacking and config.max_graph_rows != 0:
+                logger.warning("no CUDA graphs, as attention cannot be captured: %s", lacking[0])
             return eager
         graphs, embedding = Graphs(), decoder.embed_tokens.weight
         runner = GraphRunner(decoder, eager, graphs, limits, embedding, scratch_slot)

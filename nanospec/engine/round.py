@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.cudagraph.runner import ModelRunner, TargetOutput
-from nanospec.device import to_device
+from nanospec.device import HostCopy, to_device
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
@@ -74,6 +74,7 @@ class Flight:
     plan: VerifyPlan
     step: PackedStep
     pending: Pending  # what the round, and the one in flight before it, give the requests
+    num_new: Tensor  # [R] int64, tokens that the round alone gives
     output: TargetOutput
     answer: "_Answer"
     predicted_us: float | None
@@ -148,6 +149,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         plan=plan,
         step=step,
         pending=_pending(result, ahead),
+        num_new=result.num_emitted,
         output=output,
         answer=_Answer(result, plan),
         predicted_us=verdict.predicted_us,
@@ -184,23 +186,22 @@ def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
 
     That of the round before, if it is not settled, is not in it.
     """
-    own = flight.pending
+    roots, num_new = flight.pending.roots, flight.num_new
     places = [flight.places.get(request, -1) if request.in_flight else -1 for request in requests]
     if places == list(range(len(flight.requests))):
-        return Pending(own.roots, own.num_new, own.num_new)
-    device = own.roots.device
+        return Pending(roots, num_new)
+    device = roots.device
     place, root = to_device([places, [request.tokens[-1] for request in requests]], device).unbind()
     # Place -1 is one behind the end: no tokens.
-    num_new = torch.nn.functional.pad(own.num_new, (0, 1))[place]
-    roots = torch.where(place >= 0, torch.nn.functional.pad(own.roots, (0, 1))[place], root)
-    return Pending(roots, num_new, num_new)
+    found = Pending(*(torch.nn.functional.pad(each, (0, 1)) for each in (roots, num_new))).at(place)
+    return Pending(torch.where(place >= 0, found.roots, root), found.num_tokens)
 
 
 def _pending(result: AcceptResult, ahead: Tensor | None) -> Pending:
     """Return what a round gives its requests, and `ahead` [R], what the one before did."""
     num_new = result.num_emitted
     roots = result.tokens.gather(1, num_new[:, None] - 1)[:, 0]
-    return Pending(roots, num_new if ahead is None else ahead + num_new, num_new)
+    return Pending(roots, num_new if ahead is None else ahead + num_new)
 
 
 def _lasting(draft: Draft | None, ctx: RoundContext) -> Draft | None:
@@ -265,17 +266,11 @@ class _Answer:
         last = torch.stack((plan.num_rows, result.num_emitted), dim=1)
         values = torch.cat((result.tokens, result.path, plan.parents, last), dim=1)
         self._width = plan.max_rows
-        self._values = values.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
-        self._arrived: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-            self._arrived.record()
+        self._values = HostCopy(values)
 
     def read(self) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]:
         """Wait; then return tokens, path, parents and the number of rows of each request."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        width, read = self._width, self._values.tolist()
+        width, read = self._width, self._values.read().tolist()
         tokens = [row[: row[-1]] for row in read]
         path = [row[width : width + row[-1]] for row in read]
         parents = [row[2 * width : 3 * width] for row in read]
@@ -373,7 +368,11 @@ def propose(ctx: RoundContext, flight: Flight) -> None:
     if not going:
         return
     if ctx.runs_ahead:
-        drafts = list(speculator.propose_ahead(going, _pending_for(flight, going)))
+        pending = flight.pending
+        if len(going) < len(flight.requests):
+            places = [flight.places[request] for request in going]
+            pending = pending.at(to_device(places, pending.roots.device))
+        drafts = list(speculator.propose_ahead(going, pending))
     else:
         drafts = list(speculator.propose(going))
     if effective.kind is PlanKind.CHAIN:
@@ -382,12 +381,3 @@ def propose(ctx: RoundContext, flight: Flight) -> None:
         drafts = speculator.estimator.complete(going, drafts)
     for request, draft in zip(going, drafts, strict=True):
         request.draft = draft
-
-
-def _pending_for(flight: Flight, going: Sequence[Request]) -> Pending:
-    """Pick from what a flight gives what some of its requests get."""
-    own = flight.pending
-    if len(going) == len(flight.requests):
-        return own
-    place = to_device([flight.places[request] for request in going], own.roots.device)
-    return Pending(own.roots[place], own.num_tokens[place], own.num_new[place])

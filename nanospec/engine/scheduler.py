@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nanospec.engine.pages import PageAllocator
 from nanospec.errors import ConfigError
+from nanospec.spec.budget import deal
 from nanospec.types import Budget, EngineView, FinishReason, Request, Segment
 
 
@@ -118,7 +119,8 @@ class Scheduler:
             missing = self.pages.pages_for(request.most_tokens) - len(request.pages)
             if 0 < missing <= self.pages.num_free:
                 request.pages += self.pages.allocate(missing)
-        shares = _deal([_num_useful(r) for r in going], budget)
+        most = budget.max_rows_per_request - 1
+        shares = deal([min(_num_useful(r), most) for r in going], budget.total_drafts)
         for request, share in zip(going, shares, strict=True):
             slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
             request.max_drafts = max(min(share, slots - request.most_tokens), 0)
@@ -229,15 +231,3 @@ def _num_useful(request: Request) -> int:
     """Return how many drafts a request could still use: one more token than them is emitted."""
     left = request.max_len - request.fewest_tokens - 1
     return max(left, 0) if request.params.speculate else 0
-
-
-def _deal(wanted: Sequence[int], budget: Budget) -> list[int]:
-    """Deal a budget out, one draft each at a time, to nobody more than wanted or allowed."""
-    shares = [0] * len(wanted)
-    left = budget.total_drafts
-    for depth in range(budget.max_rows_per_request - 1):
-        for index, own in enumerate(wanted):
-            if own > depth and left > 0:
-                shares[index] += 1
-                left -= 1
-    return shares

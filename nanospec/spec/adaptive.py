@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from nanospec.config import EngineConfig, parse_adaptive
-from nanospec.device import to_device
-from nanospec.spec.budget import CostTable, admit, choose_budget
-from nanospec.spec.plan import common_origin
+from nanospec.device import HostCopy, to_device
+from nanospec.spec.budget import CostTable, admit, choose_budget, deal
+from nanospec.spec.plan import common_origin, rows_in
 from nanospec.types import Budget, EngineView, Request
 
 PROBE_ROUNDS = 32  # while nothing is drafted, try again so often
@@ -120,7 +120,7 @@ class Costs(Policy):
         self._table = table
         self._learns = learns  # whether survivals are learnt from what is verified
         self._known: dict[Request, np.ndarray] = {}  # survivals of an earlier round
-        self._copy: _HostCopy | None = None  # those of the last round, on their way here
+        self._copy: _Promised | None = None  # those of the last round, on their way here
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
         self._running_then: int | None = None
         self._is_probe = False
@@ -145,7 +145,7 @@ class Costs(Policy):
         if self._copy is not None:
             self._known |= self._copy.read()
         survival = planned_survival(requests)
-        self._copy = _HostCopy(requests, survival)
+        self._copy = _Promised(requests, survival)
         budget = min(self._choose(drafting, len(requests), num_other_rows), room)
         if self._is_probe:
             if self._learns and budget < len(drafting):
@@ -190,22 +190,16 @@ class Costs(Policy):
         return np.pad(earlier[:count], (0, max(count - len(earlier), 0)), mode="edge")
 
 
-class _HostCopy:
-    """Survivals on their way to the host. Nobody waits: they are read a round later."""
+class _Promised:
+    """Survivals on their way to the host, to be read a round later."""
 
     def __init__(self, requests: Sequence[Request], survival: Tensor):
         self._counts = [(request, request.num_planned) for request in requests]
-        self._values = survival.to("cpu", non_blocking=True)  # pinned, where it comes from a GPU
-        self._arrived: torch.cuda.Event | None = None
-        if survival.is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-            self._arrived.record()
+        self._values = HostCopy(survival)
 
     def read(self) -> dict[Request, np.ndarray]:
-        """Return [K] of each request; a copy of the round before has arrived long ago."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        rows = self._values.numpy()
+        """Return [K] of each request."""
+        rows = self._values.read().numpy()
         return {
             request: row[:count]
             for (request, count), row in zip(self._counts, rows, strict=True)
@@ -248,10 +242,8 @@ def planned_survival(requests: Sequence[Request]) -> Tensor:
     """
     origin = common_origin(requests)
     if origin is not None and origin.survival is not None:
-        rows = [r.draft.row if r.draft is not None and r.num_planned else 0 for r in requests]
-        if rows == list(range(len(origin.survival))):
-            return origin.survival
-        return origin.survival[to_device(rows, origin.survival.device)]
+        index = rows_in(origin, requests)
+        return origin.survival if index is None else origin.survival[index]
     width = max(request.num_planned for request in requests)
     survival = torch.zeros(len(requests), width)
     for own, request in zip(survival, requests, strict=True):
@@ -309,13 +301,6 @@ def _depths(requests: Sequence[Request], survival: Tensor) -> Tensor:
 def deal_out(requests: Sequence[Request], room: int) -> None:
     """Lower `max_drafts` so that no more than `room` drafts are left, one each at a time."""
     planned = [request.num_planned for request in requests]
-    if sum(planned) <= room:
-        return
-    shares, left = [0] * len(planned), room
-    for depth in range(max(planned)):
-        for index, own in enumerate(planned):
-            if own > depth and left > 0:
-                shares[index] += 1
-                left -= 1
-    for request, share in zip(requests, shares, strict=True):
-        request.max_drafts = share
+    if sum(planned) > room:
+        for request, share in zip(requests, deal(planned, room), strict=True):
+            request.max_drafts = share

@@ -128,6 +128,17 @@ def choose_budget(
     return int((expected / cost).argmax())
 
 
+def deal(wanted: Sequence[int], total: int) -> list[int]:
+    """Deal a total out, one each at a time, to nobody more than wanted."""
+    shares = [0] * len(wanted)
+    for depth in range(max(wanted, default=0)):
+        for index, own in enumerate(wanted):
+            if own > depth and total > 0:
+                shares[index] += 1
+                total -= 1
+    return shares
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """How a budget was split over R requests, and where their rows are; all on the device."""

@@ -110,8 +110,7 @@ class DSparkSpeculator(Speculator):
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`. A request past the drafter's own positions gets no draft."""
         roots = to_device([request.tokens[-1] for request in requests], self.setup.device)
-        none = torch.zeros_like(roots)
-        return self.propose_ahead(requests, Pending(roots, none, none))
+        return self.propose_ahead(requests, Pending(roots, torch.zeros_like(roots)))
 
     def propose_ahead(
         self, requests: Sequence[Request], pending: Pending
@@ -122,9 +121,7 @@ class DSparkSpeculator(Speculator):
         if not live:
             return [None] * len(requests)
         if len(live) < len(requests):
-            index = to_device(live, self.setup.device)
-            own_tokens, own_new = pending.num_tokens[index], pending.num_new[index]
-            pending = Pending(pending.roots[index], own_tokens, own_new)
+            pending = pending.at(to_device(live, self.setup.device))
         drafts: list[Draft | None] = [None] * len(requests)
         own = self._draft([requests[i] for i in live], [room[i] for i in live], pending)
         for place, draft in zip(live, own, strict=True):

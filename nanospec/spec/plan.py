@@ -96,6 +96,16 @@ def common_origin(requests: Sequence[Request]) -> DraftRows | None:
     return found[0] if found and all(origin is found[0] for origin in found) else None
 
 
+def rows_in(origin: DraftRows, requests: Sequence[Request]) -> Tensor | None:
+    """Return each request's row of a `common_origin`, [R] int64; None where they are all, in order.
+
+    Of a request that has no draft it is any.
+    """
+    rows = [r.draft.row if r.draft is not None and r.num_planned > 0 else 0 for r in requests]
+    is_whole = rows == list(range(len(origin.tokens)))
+    return None if is_whole else to_device(rows, origin.tokens.device)
+
+
 def _plan_of_rows(
     requests: Sequence[Request],
     counts: Sequence[int],
@@ -111,13 +121,7 @@ def _plan_of_rows(
             if 1 + count > resources.max_rows:
                 raise _too_many_rows(request, 1 + count, resources)
     width = max(counts)
-    rows = [
-        request.draft.row if request.draft is not None and count > 0 else 0
-        for request, count in zip(requests, counts, strict=True)
-    ]
-    index = None  # where every row is wanted, in order, nothing is copied
-    if rows != list(range(len(origin.tokens))):
-        index = to_device(rows, device)
+    index = rows_in(origin, requests)
 
     def wanted(values: Tensor) -> Tensor:
         return values[:, :width] if index is None else values[index, :width]
