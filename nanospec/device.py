@@ -18,6 +18,30 @@ def to_device(
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
 
+def to_device_together(
+    columns: Sequence[tuple[Sequence[Any], torch.dtype]], device: torch.device
+) -> list[Tensor]:
+    """Return a tensor for each (nested) list of numbers and its dtype, after one copy for all.
+
+    Each copy costs the device some 3 us between two kernels, however short it is.
+    """
+    values = [torch.tensor(column, dtype=dtype) for column, dtype in columns]
+    if device.type != "cuda":
+        return values
+    starts = [0]
+    for each in values:  # aligned as Triton and vectorised kernels want it
+        starts.append(starts[-1] + -(-each.nbytes // 16) * 16)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    parts = [slice(start, start + each.nbytes) for start, each in zip(starts, values, strict=False)]
+    for part, each in zip(parts, values, strict=True):
+        packed[part].view(each.dtype).copy_(each.flatten())
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[part].view(each.dtype).view(each.shape)
+        for part, each in zip(parts, values, strict=True)
+    ]
+
+
 class HostCopy:
     """A tensor on its way to the host; only who reads it waits, and only for what came before."""
 

@@ -228,13 +228,11 @@ class VerifyPlan:
 class PackedRows:
     """The rows of a plan without gaps: N = `plan.num_tokens` of them, the last ones perhaps unused.
 
-    Unused rows have token, position, request and depth 0 and the scratch slot.
+    Unused rows have token, request and depth 0 and the scratch slot.
     """
 
     token_ids: Tensor  # [N] int64
-    positions: Tensor  # [N] int64
     slots: Tensor  # [N] int64
-    words: Tensor  # [N] int64, visibility; see `attention.mask`
     request: Tensor  # [N] int64, index of the row's request in the plan
     depth: Tensor  # [N] int64
     offsets: Tensor  # [R + 1] int64, where each request's rows start, and the end

@@ -36,7 +36,7 @@ from provenance import provenance
 from shapes import SHAPES, write_shapes
 from synthetic import SyntheticDSpark
 
-_FIRST = 200  # kernels left out: of the step in which the profiler starts
+_LEAD_IN = 6  # steps left out: the host falls behind when the profiler starts
 _GAP_US = 5.0  # longer than any pause between two kernels of a graph
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -178,14 +178,15 @@ def profile(engine: Engine, steps: int) -> dict[str, Any]:
     """Return what the GPU did in some steps, and how often the host waited for it in others."""
     # Without events of the host, whose recording would slow it down and leave the GPU idle.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
+        for _ in range(_LEAD_IN + steps):
             engine.step()
         torch.cuda.synchronize()
     kernels = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA
-    )[_FIRST:]
+    )
+    kernels = kernels[len(kernels) * _LEAD_IN // (_LEAD_IN + steps) :]
     busy, idle, end = 0.0, 0.0, kernels[0][0]
     times: dict[str, list[float]] = defaultdict(list)
     for start, stop, name in kernels:

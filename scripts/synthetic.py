@@ -11,7 +11,7 @@ from torch import Tensor
 from nanospec.cudagraph.runner import TargetOutput
 from nanospec.spec.dspark import DSparkSpeculator
 from nanospec.spec.dspark_graphs import Blocks
-from nanospec.spec.sampler import SamplingRows, sample
+from nanospec.spec.sampler import SamplingRows, sample_at
 from nanospec.spec.speculator import SpeculatorSetup
 from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 
@@ -36,8 +36,7 @@ class SyntheticDSpark(DSparkSpeculator):
         self, plan: VerifyPlan, output: TargetOutput, roots: SamplingRows, packed: PackedRows
     ) -> AcceptResult | None:
         """See `Speculator.accept`. Targets are drawn, so that this costs what it does."""
-        rows = roots.at(packed.request, packed.depth)
-        targets = sample(output.logits, rows)
+        targets = sample_at(output.logits, roots, packed.request, packed.depth)
         own = self._probabilities[roots.seed % _TABLE]
         slot = torch.arange(plan.max_rows, device=own.device)
         heads = torch.rand(len(own), plan.max_rows - 1, device=own.device) < own[:, None]

@@ -348,6 +348,10 @@ class ScriptedRunner:
         self._script = torch.tensor(list(script))
         self._vocab_size = vocab_size
 
+    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+        """See `ModelRunner.buffers`."""
+        return None
+
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""
         following = self._script[batch.positions[batch.logit_rows] + 1]

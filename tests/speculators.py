@@ -40,6 +40,10 @@ P, Q = table(1, 1.2), table(2, 1.0)
 class TableRunner:
     """A target that knows only the last token: logits are a row of a table."""
 
+    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+        """See `ModelRunner.buffers`."""
+        return None
+
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""
         return TargetOutput(P[batch.token_ids[batch.logit_rows]], batch.num_tokens)

@@ -63,6 +63,18 @@ def pad_batch(batch: ForwardBatch, num_rows: int, num_reqs: int, scratch_slot: i
     )
 
 
+def fill_buffers(buffers: ForwardBatch, batch: ForwardBatch, scratch_slot: int) -> None:
+    """Write a batch, padded, over the tensors of another that is at least as large."""
+    assert not batch.is_full, "segments of the target are causal or masked"
+    assert batch.words is None or buffers.words is not None, "no masks were expected"
+    padded = pad_batch(batch, buffers.num_tokens, buffers.num_reqs, scratch_slot)
+    for name in ("token_ids", "positions", "slots", "qo_indptr", "kv_lens", "logit_rows"):
+        getattr(buffers, name).copy_(getattr(padded, name))
+    buffers.page_tables[:, : padded.page_tables.shape[1]].copy_(padded.page_tables)
+    if buffers.words is not None:
+        buffers.words.zero_() if padded.words is None else buffers.words.copy_(padded.words)
+
+
 def _filled(values: Tensor, count: int, value: int) -> Tensor:
     return values if count == 0 else F.pad(values, (0, count), value=value)
 

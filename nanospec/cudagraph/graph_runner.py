@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from nanospec.attention.batch import LONG_ROWS, ForwardBatch
 from nanospec.config import ModelConfig
-from nanospec.cudagraph.buckets import pad_batch, row_tiers, tier_of
+from nanospec.cudagraph.buckets import row_tiers, tier_of
 from nanospec.cudagraph.runner import EagerRunner, Target, TargetOutput
 
 _GRAPH_BYTES = 8 * 2**20  # of one graph's nodes, about, for a decoder of 36 layers
@@ -88,9 +88,10 @@ class GraphRunner:
             scratch_slot: takes keys and values of rows of nobody.
         """
         self._target, self._eager = target, eager
-        self._graphs, self._limits, self._scratch_slot = graphs, limits, scratch_slot
+        self._graphs, self._limits = graphs, limits
+        self._lent: ForwardBatch | None = None  # what is to be run next
         self._tiers, self._logit_tiers = row_tiers(limits.rows), row_tiers(limits.logits)
-        rows, segments = limits.rows, self._num_segments(limits.rows)
+        rows, segments = limits.rows, min(limits.rows, limits.segments)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=embedding.device)
@@ -116,54 +117,45 @@ class GraphRunner:
         self._graphs.capture("forward", self._tiers, self._forward)
         self._graphs.capture("logits", self._logit_tiers, self._head)
 
+    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+        """See `ModelRunner.buffers`: what the graph of the smallest tier reads."""
+        tier = tier_of(num_rows, self._tiers)
+        if tier is None or tier_of(num_logits, self._logit_tiers) is None:
+            return None
+        self._lent = self._batch(tier, num_logits)
+        return self._lent
+
     def run(self, batch: ForwardBatch) -> TargetOutput:
-        """See `ModelRunner.run`."""
-        tier = tier_of(batch.num_tokens, self._tiers)
-        count = len(batch.logit_rows)
-        logit_tier = tier_of(count, self._logit_tiers)
-        if tier is None or logit_tier is None:
+        """See `ModelRunner.run`. What `buffers` lent last is replayed, any other batch is not."""
+        if batch is not self._lent:
             # Prompts, mostly. Whatever they are, attention is launched alike: none is compiled.
             return self._eager.run(replace(batch, max_rows=max(batch.max_rows, LONG_ROWS)))
-        self._fill(pad_batch(batch, tier, self._num_segments(tier), self._scratch_slot))
-        self._graphs.replay("forward", tier)
+        count = len(batch.logit_rows)
+        self._graphs.replay("forward", batch.num_tokens)
         if count > 0:
-            self._logit_rows[:count].copy_(batch.logit_rows)
-            self._graphs.replay("logits", logit_tier)
-        return TargetOutput(self._logits[:count], tier)
+            tier = tier_of(count, self._logit_tiers)
+            assert tier is not None, "buffers are lent within the tiers"
+            self._graphs.replay("logits", tier)
+        return TargetOutput(self._logits[:count], batch.num_tokens)
 
-    def _num_segments(self, tier: int) -> int:
-        return min(tier, self._limits.segments)
-
-    def _fill(self, batch: ForwardBatch) -> None:
-        """Copy a padded batch to where graphs read it."""
-        rows, segments = batch.num_tokens, batch.num_reqs
-        self._token_ids[:rows].copy_(batch.token_ids)
-        self._positions[:rows].copy_(batch.positions)
-        self._slots[:rows].copy_(batch.slots)
-        self._qo_indptr[: segments + 1].copy_(batch.qo_indptr)
-        self._kv_lens[:segments].copy_(batch.kv_lens)
-        self._page_tables[:segments, : batch.page_tables.shape[1]].copy_(batch.page_tables)
-        assert not batch.is_full, "segments of the target are causal or masked"
-        assert batch.words is None or self._words is not None, "no masks were expected"
-        if self._words is not None:
-            words = self._words[:rows]
-            words.zero_() if batch.words is None else words.copy_(batch.words)
-
-    def _forward(self, tier: int) -> None:
-        """Run the target on what `_fill` has left; what is captured."""
-        segments = self._num_segments(tier)
-        batch = ForwardBatch(
+    def _batch(self, tier: int, num_logits: int) -> ForwardBatch:
+        """Return the start of the buffers."""
+        segments = min(tier, self._limits.segments)
+        return ForwardBatch(
             token_ids=self._token_ids[:tier],
             positions=self._positions[:tier],
             slots=self._slots[:tier],
             qo_indptr=self._qo_indptr[: segments + 1],
             kv_lens=self._kv_lens[:segments],
             page_tables=self._page_tables[:segments],
-            logit_rows=self._logit_rows[:0],
+            logit_rows=self._logit_rows[:num_logits],
             max_rows=self._limits.plan_rows,
             words=None if self._words is None else self._words[:tier],
         )
-        self._hidden[:tier].copy_(self._eager.hidden(batch))
+
+    def _forward(self, tier: int) -> None:
+        """Run the target on what the buffers hold; what is captured."""
+        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0)))
 
     def _head(self, tier: int) -> None:
         """Map the wanted rows of what `_forward` has left to logits; what is captured."""

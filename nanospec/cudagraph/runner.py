@@ -39,6 +39,10 @@ class TargetOutput:
 class ModelRunner(Protocol):
     """Runs a batch through the target."""
 
+    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+        """Return a batch of at least so many rows to be filled and run; None: make a new one."""
+        ...
+
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """Run all rows; store their keys and values; return the wanted logits."""
         ...
@@ -66,6 +70,11 @@ class EagerRunner:
         self._attention = attention
         self._taps = tuple(taps)
         self._observe = observe
+
+    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+        """See `ModelRunner.buffers`: there are none."""
+        del num_rows, num_logits
+        return None
 
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""

@@ -1,29 +1,45 @@
 """From a plan and prompt chunks to the packed rows of a `ForwardBatch`.
 
-The rows of a plan are packed on the device, where their counts live; `packing_triton` is the fast
-version of `pack_rows_reference`.
+The rows of a plan are packed on the device, where their counts live, and so are the others beside
+them; `packing_triton` is the fast version of `pack_reference`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from nanospec.attention import mask
-from nanospec.attention.batch import ForwardBatch, padded_tables, slots_of
-from nanospec.device import to_device
+from nanospec.attention.batch import ForwardBatch, padded_tables
+from nanospec.cudagraph.buckets import fill_buffers
+from nanospec.device import to_device_together
 from nanospec.types import PackedRows, Request, Segment, VerifyPlan
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A batch, and where in it the plan is: rows `first_row` and on."""
+    """A batch, in which the plan's rows follow those of the chunks, and then perhaps padding."""
 
     batch: ForwardBatch
     rows: PackedRows
-    first_row: int
+    num_rows: int  # without padding
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """What the host knows of the S segments of a step, on the device: C chunks, then R requests."""
+
+    starts: Tensor  # [S] int64, positions of their first rows, but for tokens on their way
+    tables: Tensor  # [S, P] int32, their pages
+    chunk_starts: Tensor  # [C + 1] int64, where the rows of each chunk start, and the end
+    chunk_tokens: Tensor  # [chunk_starts[-1]] int64
+
+    @property
+    def num_chunks(self) -> int:
+        """C."""
+        return len(self.chunk_starts) - 1
 
 
 def pack(
@@ -35,6 +51,7 @@ def pack(
     scratch_slot: int,
     device: torch.device,
     ahead: Tensor | None = None,
+    buffers: ForwardBatch | None = None,
 ) -> PackedStep:
     """Lay out chunks of prompts first, then the plan's rows; of these the logits are wanted.
 
@@ -48,104 +65,87 @@ def pack(
         device: where the tensors go.
         ahead: [R] int64, tokens of each request that the host does not know yet, but holds pages
             for.
+        buffers: a batch of at least so many rows and segments, whose tensors are to be overwritten;
+            what is not needed of them becomes padding. None: new ones that fit.
     """
-    counts = plan.row_counts
-    host_starts = [len(request.tokens) - 1 for request in requests]
-    starts = to_device(host_starts, device)
-    starts = starts if ahead is None else starts + ahead
-    num_chunks, first_row = len(chunks), sum(chunk.num_rows for chunk in chunks)
-    segments = [chunk.request for chunk in chunks] + list(requests)
-    tables = to_device(padded_tables([each.pages for each in segments]), device, torch.int32)
-    rows = pack_rows(
-        plan,
-        starts,
-        tables[num_chunks:],
-        page_size=page_size,
-        scratch_slot=scratch_slot,
-    )
-    chunk_rows = to_device(_chunk_rows(chunks, page_size), device)
     chunk_lens = [chunk.num_rows for chunk in chunks]
-    chunk_ends = [chunk.request.kv_len + chunk.num_rows for chunk in chunks]
-    words = None
-    if plan.num_masked > 0:
-        words = torch.cat((torch.zeros_like(chunk_rows[0]), rows.words))
-    host_lens = None
-    if counts is not None and ahead is None:
-        host_ends = [start + count for start, count in zip(host_starts, counts, strict=True)]
-        host_lens = (chunk_lens + counts, chunk_ends + host_ends)
-    starts_of_chunks = list(accumulate(chunk_lens, initial=0))[:-1]
-    batch = ForwardBatch(
-        token_ids=torch.cat((chunk_rows[0], rows.token_ids)),
-        positions=torch.cat((chunk_rows[1], rows.positions)),
-        slots=torch.cat((chunk_rows[2], rows.slots)),
-        qo_indptr=torch.cat(
-            (to_device(starts_of_chunks, device, torch.int32), (rows.offsets + first_row).int())
-        ),
-        kv_lens=torch.cat(
-            (to_device(chunk_ends, device, torch.int32), (starts + plan.num_rows).int())
-        ),
-        page_tables=tables,
-        logit_rows=torch.arange(first_row, first_row + plan.num_tokens, device=device),
-        max_rows=max([*chunk_lens, plan.max_rows]),
-        num_masked=plan.num_masked,
-        words=words,
-        host_lens=host_lens,
+    chunk_starts = [chunk.request.kv_len for chunk in chunks]
+    tokens = [
+        token
+        for chunk, start in zip(chunks, chunk_starts, strict=True)
+        for token in chunk.request.tokens[start : start + chunk.num_rows]
+    ]
+    starts = [len(request.tokens) - 1 for request in requests]
+    tables = [chunk.request.pages for chunk in chunks] + [request.pages for request in requests]
+    columns = (
+        (chunk_starts + starts, torch.int64),
+        (padded_tables(tables), torch.int32),
+        ([0, *accumulate(chunk_lens)], torch.int64),
+        (tokens, torch.int64),
     )
-    return PackedStep(batch, rows, first_row)
+    segments = Segments(*to_device_together(columns, device))
+    host_lens, counts = None, plan.row_counts
+    if counts is not None and ahead is None:
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        chunk_ends = [start + count for start, count in zip(chunk_starts, chunk_lens, strict=True)]
+        host_lens = (chunk_lens + counts, chunk_ends + ends)
+    num_rows = len(tokens) + plan.num_tokens
+    batch, rows = _pack(plan, segments, ahead, page_size, scratch_slot, buffers)
+    if buffers is None:
+        most = max([*chunk_lens, plan.max_rows])
+        batch = replace(batch, max_rows=most, num_masked=plan.num_masked, host_lens=host_lens)
+    return PackedStep(batch, rows, num_rows)
 
 
-def _chunk_rows(chunks: Sequence[Segment], page_size: int) -> list[list[int]]:
-    """Return token ids, positions and slots of the chunks' rows."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for chunk in chunks:
-        request, start = chunk.request, chunk.request.kv_len
-        span = range(start, start + chunk.num_rows)
-        token_ids += request.tokens[span.start : span.stop]
-        positions += span
-        slots += slots_of(request.pages, span, page_size)
-    return [token_ids, positions, slots]
-
-
-def pack_rows(
-    plan: VerifyPlan, kv_lens: Tensor, page_tables: Tensor, *, page_size: int, scratch_slot: int
-) -> PackedRows:
-    """Pack a plan's rows on the device.
-
-    Row i of a request goes to the slot of its token `kv_len + i`, and stands at position
-    `kv_len + depth`, unless the plan gives it another.
-
-    Args:
-        plan: R requests of at most M rows.
-        kv_lens: [R] int64, tokens before each root.
-        page_tables: [R, P] int32.
-        page_size: tokens per page.
-        scratch_slot: for unused rows.
-    """
-    if kv_lens.is_cuda and plan.num_reqs > 0:
+def _pack(
+    plan: VerifyPlan,
+    segments: Segments,
+    ahead: Tensor | None,
+    page_size: int,
+    scratch_slot: int,
+    buffers: ForwardBatch | None,
+) -> tuple[ForwardBatch, PackedRows]:
+    options = {"page_size": page_size, "scratch_slot": scratch_slot}
+    if segments.starts.is_cuda:
         # Imported here: Triton takes long to import and a CPU needs none.
         from nanospec.engine import packing_triton
 
-        return packing_triton.pack_rows(
-            plan, kv_lens, page_tables, page_size=page_size, scratch_slot=scratch_slot
-        )
-    return pack_rows_reference(
-        plan, kv_lens, page_tables, page_size=page_size, scratch_slot=scratch_slot
-    )
+        return packing_triton.pack(plan, segments, ahead, buffers, **options)
+    batch, rows = pack_reference(plan, segments, ahead, **options)
+    if buffers is None:
+        return batch, rows
+    fill_buffers(buffers, batch, scratch_slot)
+    return buffers, rows
 
 
-def pack_rows_reference(
-    plan: VerifyPlan, kv_lens: Tensor, page_tables: Tensor, *, page_size: int, scratch_slot: int
-) -> PackedRows:
-    """See `pack_rows`."""
+def pack_reference(
+    plan: VerifyPlan,
+    segments: Segments,
+    ahead: Tensor | None,
+    *,
+    page_size: int,
+    scratch_slot: int,
+) -> tuple[ForwardBatch, PackedRows]:
+    """Pack on the device what `pack` has gathered; without padding, and the bounds are the plan's.
+
+    Row i of a request goes to the slot of its token `start + i`, and stands at position `start +
+    depth`, unless the plan gives it another.
+    """
+    num_chunks, first_row = segments.num_chunks, len(segments.chunk_tokens)
+    kv_lens = segments.starts[num_chunks:]  # tokens before each root
+    kv_lens = kv_lens if ahead is None else kv_lens + ahead
+    tables = segments.tables.long()
+    index = torch.arange(first_row, device=kv_lens.device)
+    chunk = torch.bucketize(index, segments.chunk_starts[1:], right=True)
+    chunk_at = segments.starts[chunk] + index - segments.chunk_starts[chunk]
+    chunk_slots = tables[chunk, chunk_at // page_size] * page_size + chunk_at % page_size
+
     depth, words = _depths_and_words(plan)
     if plan.visibility is not None:
         words = mask.pack_words(plan.visibility.tril())
     row = torch.arange(plan.max_rows, device=kv_lens.device)
     at = kv_lens[:, None] + row  # [R, M] the token each row's slot belongs to
-    page_tables = page_tables.long()
-    page = page_tables.gather(1, (at // page_size).clamp(max=page_tables.shape[1] - 1))
+    page = tables[num_chunks:].gather(1, (at // page_size).clamp(max=tables.shape[1] - 1))
     offsets = torch.nn.functional.pad(plan.num_rows.cumsum(0), (1, 0))
     live = row < plan.num_rows[:, None]
     # Rows beyond a request's count all go to one place behind the end, which is cut off.
@@ -155,17 +155,30 @@ def pack_rows_reference(
         out = values.new_full((plan.num_tokens + 1,), unused)
         return out.scatter_(0, to, values.flatten())[:-1]
 
-    return PackedRows(
+    positions = kv_lens[:, None] + (depth if plan.positions is None else plan.positions)
+    requests = torch.arange(plan.num_reqs, device=row.device)[:, None].expand_as(at)
+    rows = PackedRows(
         token_ids=packed(plan.tokens, 0),
-        positions=packed(
-            kv_lens[:, None] + (depth if plan.positions is None else plan.positions), 0
-        ),
         slots=packed(page * page_size + at % page_size, scratch_slot),
-        words=packed(words, 0),
-        request=packed(torch.arange(plan.num_reqs, device=row.device)[:, None].expand_as(at), 0),
+        request=packed(requests, 0),
         depth=packed(depth, 0),
         offsets=offsets,
     )
+    words = torch.cat((torch.zeros_like(index), packed(words, 0)))
+    chunk_ends = segments.starts[:num_chunks] + segments.chunk_starts.diff()
+    batch = ForwardBatch(
+        token_ids=torch.cat((segments.chunk_tokens, rows.token_ids)),
+        positions=torch.cat((chunk_at, packed(positions, 0))),
+        slots=torch.cat((chunk_slots, rows.slots)),
+        qo_indptr=torch.cat((segments.chunk_starts[:-1], offsets + first_row)).int(),
+        kv_lens=torch.cat((chunk_ends, kv_lens + plan.num_rows)).int(),
+        page_tables=segments.tables,
+        logit_rows=torch.arange(first_row, first_row + plan.num_tokens, device=row.device),
+        max_rows=plan.max_rows,
+        num_masked=plan.num_masked,
+        words=words if plan.num_masked > 0 else None,
+    )
+    return batch, rows
 
 
 def _depths_and_words(plan: VerifyPlan) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.cudagraph.runner import ModelRunner, TargetOutput
-from nanospec.device import HostCopy, to_device
+from nanospec.device import to_device
+from nanospec.engine.answer import Answer, sum_up
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
@@ -76,7 +77,7 @@ class Flight:
     pending: Pending  # what the round, and the one in flight before it, give the requests
     num_new: Tensor  # [R] int64, tokens that the round alone gives
     output: TargetOutput
-    answer: "_Answer"
+    answer: Answer
     predicted_us: float | None
 
 
@@ -115,7 +116,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
     if pending is not None:
-        plan = replace(plan, tokens=torch.cat((pending.roots[:, None], plan.tokens[:, 1:]), dim=1))
+        plan.tokens[:, 0] = pending.roots
     most_rows = [1 + request.num_planned for request in requests]
     if verdict.counts is not None:
         plan = replace(
@@ -125,6 +126,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
             row_counts=None,
         )
     ahead = None if pending is None else pending.num_tokens
+    num_rows = num_other_rows - len(requests) + plan.num_tokens
     step = pack(  # where it goes
         plan,
         requests,
@@ -133,6 +135,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         scratch_slot=cache.scratch_slot,
         device=device,
         ahead=ahead,
+        buffers=ctx.runner.buffers(num_rows, plan.num_tokens),
     )
     output = ctx.runner.run(step.batch)  # target forward
     roots = sampling_rows(requests, output.logits.shape[-1], device, ahead)
@@ -141,6 +144,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         result = accept(plan, output.logits, roots, step.rows)
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
         move_accepted(ctx, step, result)
+    given, values = sum_up(plan, result, ahead)
     flight = Flight(
         requests=requests,
         places={request: place for place, request in enumerate(requests)},
@@ -148,10 +152,10 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         chunks=_commit_chunks(ctx, chunks),
         plan=plan,
         step=step,
-        pending=_pending(result, ahead),
+        pending=given,
         num_new=result.num_emitted,
         output=output,
-        answer=_Answer(result, plan),
+        answer=Answer(plan, values),
         predicted_us=verdict.predicted_us,
     )
     for request, count in zip(requests, most_rows, strict=True):
@@ -195,13 +199,6 @@ def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
     # Place -1 is one behind the end: no tokens.
     found = Pending(*(torch.nn.functional.pad(each, (0, 1)) for each in (roots, num_new))).at(place)
     return Pending(torch.where(place >= 0, found.roots, root), found.num_tokens)
-
-
-def _pending(result: AcceptResult, ahead: Tensor | None) -> Pending:
-    """Return what a round gives its requests, and `ahead` [R], what the one before did."""
-    num_new = result.num_emitted
-    roots = result.tokens.gather(1, num_new[:, None] - 1)[:, 0]
-    return Pending(roots, num_new if ahead is None else ahead + num_new)
 
 
 def _lasting(draft: Draft | None, ctx: RoundContext) -> Draft | None:
@@ -259,33 +256,13 @@ def _commit_chunks(ctx: RoundContext, chunks: Sequence[Segment]) -> list[Committ
     return committed
 
 
-class _Answer:
-    """Emitted tokens, path, parents and rows of each request, on their way to the host."""
-
-    def __init__(self, result: AcceptResult, plan: VerifyPlan):
-        last = torch.stack((plan.num_rows, result.num_emitted), dim=1)
-        values = torch.cat((result.tokens, result.path, plan.parents, last), dim=1)
-        self._width = plan.max_rows
-        self._values = HostCopy(values)
-
-    def read(self) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]:
-        """Wait; then return tokens, path, parents and the number of rows of each request."""
-        width, read = self._width, self._values.read().tolist()
-        tokens = [row[: row[-1]] for row in read]
-        path = [row[width : width + row[-1]] for row in read]
-        parents = [row[2 * width : 3 * width] for row in read]
-        return tokens, path, parents, [row[-2] for row in read]
-
-
 def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     """Make the accepted paths part of their requests: tokens, text, counters, pages."""
-    tokens, path, parents, counts = flight.answer.read()
+    answers = flight.answer.read()
     committed = list(flight.chunks)
     emitted: list[list[int]] = []
     reasons: list[FinishReason | None] = []
-    for request, draft, own, rows, above, count in zip(
-        flight.requests, flight.drafts, tokens, path, parents, counts, strict=True
-    ):
+    for request, draft, answer in zip(flight.requests, flight.drafts, answers, strict=True):
         if request.is_finished:  # by the round before, or aborted since
             emitted.append([])
             reasons.append(None)
@@ -294,12 +271,12 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
         start = request.kv_len
         request.stats.drafted += 0 if draft is None else len(draft)
         is_round = request.num_output > 0  # the end of a prompt is no round
-        kept, reason = _append(request, own)
+        kept, reason = _append(request, answer.tokens)
         if is_round:
             request.stats.count_round(
-                verified=count - 1,
-                depth=_depth(above[:count]),
-                accepted=len(rows) - 1,
+                verified=answer.num_rows - 1,
+                depth=_depth(answer.parents[: answer.num_rows]),
+                accepted=len(answer.path) - 1,
                 emitted=len(kept),
             )
         ctx.scheduler.commit(request, len(kept))
@@ -310,14 +287,14 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
         requests=flight.requests,
         drafts=flight.drafts,
         plan=flight.plan,
-        counts=counts,
+        counts=[answer.num_rows for answer in answers],
         emitted=emitted,
         reasons=reasons,
-        path=path,
+        path=[answer.path for answer in answers],
         committed=committed,
         logits=None if ctx.runs_ahead else flight.output.logits,
         rows=flight.step.rows,
-        num_tokens=flight.step.batch.num_tokens,
+        num_tokens=flight.step.num_rows,
         tier=flight.output.tier,
         predicted_us=flight.predicted_us,
     )

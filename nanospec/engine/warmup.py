@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from nanospec.engine.answer import sum_up
 from nanospec.engine.packing import pack
 from nanospec.engine.round import RoundContext, move_accepted
 from nanospec.params import SamplingParams
@@ -126,6 +127,7 @@ def _launch(
         device=device,
     )
     chunks = [Segment(prompt, len(prompt.tokens)) for prompt in prompts]
+    num_rows = sum(chunk.num_rows for chunk in chunks) + plan.num_tokens
     step = pack(
         plan,
         requests,
@@ -133,9 +135,11 @@ def _launch(
         page_size=cache.page_size,
         scratch_slot=cache.scratch_slot,
         device=device,
+        buffers=ctx.runner.buffers(num_rows, plan.num_tokens),
     )
     output = ctx.runner.run(step.batch)
     if requests:
         roots = sampling_rows(requests, vocab_size, device)
         result = accept(plan, output.logits, roots, step.rows)
+        sum_up(plan, result, None)
         move_accepted(ctx, step, replace(result, num_emitted=torch.ones_like(result.num_emitted)))

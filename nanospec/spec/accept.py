@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanospec.spec import noise
-from nanospec.spec.sampler import SamplingRows, draw, probabilities, sample
+from nanospec.spec.sampler import SamplingRows, draw, probabilities, sample_at
 from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 
 
@@ -38,11 +38,11 @@ def accept(
         roots: [R] how the token after each root is sampled.
         packed: where the plan's rows are.
     """
-    rows = roots.at(packed.request, packed.depth)
     offsets = packed.offsets
     if plan.probs is None:
-        targets = sample(logits, rows)
+        targets = sample_at(logits, roots, packed.request, packed.depth)
         return _follow(plan, targets, offsets)
+    rows = roots.at(packed.request, packed.depth)
     probs = probabilities(logits, rows)
     targets = draw(probs, rows, noise.TARGET)
     coins = noise.uniform(roots.seed, roots.position, noise.COIN, plan.max_rows)

@@ -232,7 +232,5 @@ def accept(
 
 
 def _new_result(plan: VerifyPlan) -> AcceptResult:
-    zeros = torch.zeros_like(plan.tokens)
-    return AcceptResult(
-        tokens=zeros, num_emitted=torch.empty_like(plan.num_rows), path=zeros.clone()
-    )
+    tokens, path = plan.tokens.new_zeros((2, *plan.tokens.shape)).unbind()
+    return AcceptResult(tokens=tokens, num_emitted=torch.empty_like(plan.num_rows), path=path)

@@ -1,7 +1,7 @@
 """CUDA graphs of a DSpark drafter: the blocks of so many requests, from roots to drafts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -29,8 +29,10 @@ class Blocks:
 # How drafts are drawn decides which kernels run: is_greedy and has_filters of the sampling rows.
 MODES = {"greedy": (True, False), "sampled": (False, False), "filtered": (False, True)}
 
-_COLUMNS = ("roots", "starts", "lengths", "regime", "shares_noise")  # of blocks, [n] int64
-_DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "seed", "position")  # of rows, [n]
+# Columns of blocks, and of how they are drawn; the int64 ones lie in one buffer, those in fp32 too.
+_OF_BLOCKS = ("roots", "starts", "lengths", "regime", "shares_noise")
+_INTEGERS = ("top_k", "seed", "position", "min_position")
+_FLOATS = ("temperature", "top_p", "min_p")
 
 
 class BlockGraphs:
@@ -64,32 +66,11 @@ class BlockGraphs:
         self._graphs, self._draft, self._width = graphs, draft, width
         self._tiers = row_tiers(max_blocks)
 
-        def integers(*shape: int, dtype: torch.dtype = torch.int64, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
-        ones = torch.ones(max_blocks, device=device)
-        self._blocks = Blocks(
-            roots=integers(max_blocks),
-            starts=integers(max_blocks),
-            lengths=integers(max_blocks),
-            page_tables=integers(max_blocks, max_pages, dtype=torch.int32),
-            regime=integers(max_blocks),
-            shares_noise=integers(max_blocks),
-            rows=SamplingRows(
-                temperature=ones,
-                top_k=integers(max_blocks, value=vocab_size),
-                top_p=ones.clone(),
-                min_p=torch.zeros_like(ones),
-                seed=integers(max_blocks),
-                position=integers(max_blocks),
-                min_position=integers(max_blocks),
-                stops=integers(0),
-                is_stop=integers(max_blocks, 0).bool(),
-                is_greedy=False,
-                has_filters=False,
-            ),
-        )
-        self._tokens = integers(max_blocks, width)
+        count = len(_OF_BLOCKS) + len(_INTEGERS)
+        self._integers = torch.zeros(count, max_blocks, dtype=torch.int64, device=device)
+        self._floats = torch.ones(len(_FLOATS), max_blocks, device=device)
+        self._tables = torch.zeros(max_blocks, max_pages, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(max_blocks, width, dtype=torch.int64, device=device)
         self._survival: Tensor | None = None
         self._probs = torch.zeros(max_blocks, width, vocab_size, device=device)
 
@@ -105,14 +86,16 @@ class BlockGraphs:
         flags = (blocks.rows.is_greedy, blocks.rows.has_filters and not blocks.rows.is_greedy)
         mode = next(name for name, each in MODES.items() if each == flags)
         assert tier is not None, "more blocks than requests may run"
-        own = self._blocks
-        for name in _COLUMNS:
-            getattr(own, name)[:count].copy_(getattr(blocks, name))
-        own.lengths[count:tier].zero_()  # blocks of nobody, which see no key
-        own.starts[count:tier].zero_()
-        own.page_tables[:count, : blocks.page_tables.shape[1]].copy_(blocks.page_tables)
-        for name in _DRAWN_BY:
-            getattr(own.rows, name)[:count].copy_(getattr(blocks.rows, name))
+        rows = blocks.rows
+        integers = [getattr(blocks, name) for name in _OF_BLOCKS]
+        integers += [getattr(rows, name) for name in _INTEGERS]
+        self._integers[:, :count].copy_(torch.stack(integers))
+        if count < tier:
+            self._integers[:, count:tier].zero_()  # blocks of nobody, which see no key
+        if not rows.is_greedy:
+            floats = [getattr(rows, name) for name in _FLOATS]
+            self._floats[:, :count].copy_(torch.stack(floats))
+        self._tables[:count, : blocks.page_tables.shape[1]].copy_(blocks.page_tables)
         self._graphs.replay(f"draft, {mode}", tier)
         return DraftRows(
             tokens=self._tokens[:count].clone(),
@@ -122,17 +105,21 @@ class BlockGraphs:
 
     def _run(self, mode: str, count: int) -> None:
         """Draft for what `run` has left; what is captured."""
-        own, (is_greedy, has_filters) = self._blocks, MODES[mode]
-        whole = own.rows
-        rows = replace(
-            whole,
-            **{name: getattr(whole, name)[:count] for name in (*_DRAWN_BY, "min_position")},
-            is_stop=whole.is_stop[:count],
+        is_greedy, has_filters = MODES[mode]
+        integers, floats = self._integers[:, :count], self._floats[:, :count]
+        of_blocks, of_rows = integers[: len(_OF_BLOCKS)], integers[len(_OF_BLOCKS) :]
+        stops = self._integers[0, :0]
+        rows = SamplingRows(
+            **dict(zip(_INTEGERS, of_rows, strict=True)),
+            **dict(zip(_FLOATS, floats, strict=True)),
+            stops=stops,
+            is_stop=stops.expand(count, 0).bool(),
             is_greedy=is_greedy,
             has_filters=has_filters,
         )
-        columns = {name: getattr(own, name)[:count] for name in (*_COLUMNS, "page_tables")}
-        found = self._draft(Blocks(**columns, rows=rows), self._width)
+        columns = dict(zip(_OF_BLOCKS, of_blocks, strict=True))
+        blocks = Blocks(**columns, page_tables=self._tables[:count], rows=rows)
+        found = self._draft(blocks, self._width)
         self._tokens[:count].copy_(found.tokens)
         if found.probs is not None:
             self._probs[:count].copy_(found.probs)

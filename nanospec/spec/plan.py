@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec.device import to_device
+from nanospec.device import to_device, to_device_together
 from nanospec.errors import PlanError
 from nanospec.types import (
     Draft,
@@ -75,17 +75,28 @@ def build_plan(
     max_rows = max(lengths, default=1)
     is_mask = kind is PlanKind.MASK
     probs, is_sampled = _probs(requests, counts, max_rows - 1, vocab_size, device)
+    padded = [
+        _padded(column, max_rows)
+        for column in (
+            [each.tokens for each in rows],
+            [each.parents for each in rows],
+            [each.positions for each in rows],
+        )
+    ]
+    tokens, parents, positions, num_rows = to_device_together(
+        [*((column, torch.int64) for column in padded), (lengths, torch.int64)], device
+    )
     return VerifyPlan(
         kind=kind,
-        tokens=_padded([each.tokens for each in rows], max_rows, device),
-        parents=_padded([each.parents for each in rows], max_rows, device),
-        num_rows=to_device(lengths, device),
+        tokens=tokens.view(-1, max_rows),  # [0, M] without requests
+        parents=parents.view(-1, max_rows),
+        num_rows=num_rows,
         num_tokens=sum(lengths),
         row_counts=lengths,
         num_masked=len(kinds) - num_causal,
         probs=probs,
         is_sampled=is_sampled,
-        positions=_padded([each.positions for each in rows], max_rows, device) if is_mask else None,
+        positions=positions if is_mask else None,
         visibility=_visibility(rows, max_rows).to(device) if is_mask else None,
     )
 
@@ -126,24 +137,31 @@ def _plan_of_rows(
     def wanted(values: Tensor) -> Tensor:
         return values[:, :width] if index is None else values[index, :width]
 
-    roots = to_device([request.tokens[-1] for request in requests], device)
     is_sampled = [
         count > 0 and not request.shares_noise
         for request, count in zip(requests, counts, strict=True)
     ]
     has_probs = origin.probs is not None and any(is_sampled)
     lengths = [1 + count for count in counts]
-    parents = torch.arange(NOBODY, width, device=device)
+    roots, parents, num_rows, sampled = to_device_together(
+        [
+            ([request.tokens[-1:] for request in requests], torch.int64),
+            ([range(NOBODY, width)] * len(requests), torch.int64),
+            (lengths, torch.int64),
+            (is_sampled, torch.bool),
+        ],
+        device,
+    )
     return VerifyPlan(
         kind=PlanKind.CHAIN,
-        tokens=torch.cat((roots[:, None], wanted(origin.tokens)), dim=1),
-        parents=parents.expand(len(requests), -1).contiguous(),
-        num_rows=to_device(lengths, device),
+        tokens=torch.cat((roots, wanted(origin.tokens)), dim=1),
+        parents=parents,
+        num_rows=num_rows,
         num_tokens=sum(lengths),
         row_counts=lengths,
         num_masked=0,
         probs=wanted(origin.probs) if has_probs and origin.probs is not None else None,
-        is_sampled=to_device(is_sampled, device, torch.bool) if has_probs else None,
+        is_sampled=sampled if has_probs else None,
     )
 
 
@@ -300,10 +318,9 @@ def _error(request: Request, row: int, what: str) -> PlanError:
     return PlanError(f"malformed plan: request {request.request_id}, row {row}: {what}")
 
 
-def _padded(rows: list[list[int]], width: int, device: torch.device) -> Tensor:
-    """Return [R, width] int64, padded with 0."""
-    padded = [row + [0] * (width - len(row)) for row in rows]
-    return to_device(padded, device).view(-1, width)
+def _padded(rows: list[list[int]], width: int) -> list[list[int]]:
+    """Return rows of one width, padded with 0."""
+    return [row + [0] * (width - len(row)) for row in rows]
 
 
 def _visibility(rows: list[_Rows], max_rows: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanospec.device import to_device
+from nanospec.device import to_device, to_device_together
 from nanospec.params import GREEDY_TEMPERATURE
 from nanospec.spec import noise
 from nanospec.types import Request
@@ -27,6 +27,11 @@ class SamplingRows:
     is_stop: Tensor  # [N, U] bool, which of them are the row's own
     is_greedy: bool  # host: all rows are
     has_filters: bool  # host: some row has top-k or top-p
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether logits alone decide: all rows are greedy, and any token may come."""
+        return self.is_greedy and len(self.stops) == 0
 
     def at(self, index: Tensor, ahead: Tensor) -> "SamplingRows":
         """Return rows like those of `index` [N'], each `ahead` [N'] output positions later."""
@@ -64,24 +69,26 @@ def sampling_rows(
     limited = [request for request in requests if request.num_output < request.params.min_tokens]
     stops = sorted({token for request in limited for token in request.stop_token_ids})
     counts = [vocab_size if p.top_k <= 0 else min(p.top_k, vocab_size) for p in params]
-    floats = [(p.temperature, p.top_p, p.min_p) for p in params]
-    integers = [
-        (count, request.seed, request.num_output, request.params.min_tokens)
-        for count, request in zip(counts, requests, strict=True)
-    ]
+    temperature, top_p, min_p, top_k, seed, position, min_position = to_device_together(
+        [
+            ([p.temperature for p in params], torch.float32),
+            ([p.top_p for p in params], torch.float32),
+            ([p.min_p for p in params], torch.float32),
+            (counts, torch.int64),
+            ([request.seed for request in requests], torch.int64),
+            ([request.num_output for request in requests], torch.int64),
+            ([p.min_tokens for p in params], torch.int64),
+        ],
+        device,
+    )
     is_stop = [[token in request.stop_token_ids for token in stops] for request in requests]
-    columns = to_device(floats, device, torch.float32).view(-1, 3)
-    temperature, top_p, min_p = columns.unbind(1)
-    top_k, seed, position, min_position = to_device(integers, device).view(-1, 4).unbind(1)
-    if ahead is not None:
-        position = position + ahead
     return SamplingRows(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         seed=seed,
-        position=position,
+        position=position if ahead is None else position + ahead,
         min_position=min_position,
         stops=to_device(stops, device),
         is_stop=to_device(is_stop, device, torch.bool).view(len(requests), len(stops)),
@@ -99,6 +106,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     if rows.is_greedy:
         return _largest(logits, rows)
     return draw(probabilities(logits, rows), rows, noise.TARGET)
+
+
+def sample_at(logits: Tensor, rows: SamplingRows, index: Tensor, ahead: Tensor) -> Tensor:
+    """Draw by `rows.at(index, ahead)`, which need not be gathered where logits alone decide."""
+    if rows.is_argmax:
+        return logits.argmax(dim=-1)
+    return sample(logits, rows.at(index, ahead))
 
 
 def draw(probs: Tensor, rows: SamplingRows, stream: int) -> Tensor:
@@ -124,6 +138,8 @@ def draw_drafts(
     Returns:
         Tokens [N] int64, and the q they were drawn from, [N, V] fp32; None if all are greedy.
     """
+    if roots.is_argmax:
+        return logits.argmax(dim=-1), None
     everyone = torch.arange(len(logits), device=logits.device)
     rows = roots.at(everyone, torch.full_like(everyone, depth))
     if rows.is_greedy:
@@ -152,6 +168,8 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _largest(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return the largest of `_usable` [N, V], the first one among equals, in one pass over it."""
+    if rows.is_argmax:
+        return logits.argmax(dim=-1)
     most, best = _without_stops(logits, rows).max(dim=-1)
     # Where every logit is -inf it is the first token that is not forbidden: one of the first U + 1.
     first = torch.arange(len(rows.stops) + 1, device=logits.device)

@@ -1,11 +1,14 @@
 """Packed rows have the right positions, slots, words and logit rows; the kernel packs alike."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from nanospec.engine.packing import pack, pack_rows_reference
+from nanospec.attention.batch import ForwardBatch
+from nanospec.cudagraph.buckets import fill_buffers
+from nanospec.engine.packing import Segments, pack, pack_reference
 from nanospec.spec.plan import build_plan
 from nanospec.types import Draft, PlanKind, Request, Resources, Segment, VerifyPlan
 from tests import helpers
@@ -47,7 +50,7 @@ def test_chunks_come_first_then_roots_and_drafts() -> None:
     assert batch.slots.tolist() == [28, 29, 5 * 4 + 3, 2 * 4, 2 * 4 + 1, 36]
     assert batch.lens() == ([2, 3, 1], [2, 6, 1])
     assert batch.logit_rows.tolist() == [2, 3, 4, 5]
-    assert batch.num_masked == 0 and step.first_row == 2
+    assert batch.num_masked == 0 and step.num_rows == 6
     assert step.rows.request.tolist() == [0, 0, 0, 1]
     assert step.rows.depth.tolist() == [0, 1, 2, 0]
 
@@ -57,26 +60,24 @@ def test_rows_of_a_tree_stand_at_their_depth_and_see_their_ancestors() -> None:
     #       \\ 2 - 4
     request = drafting([8, 9], [0, 1, 2], Draft([1, 2, 3, 4], parents=[0, 0, 1, 2]))
     step = pack(plan_of([request]), [request], [], page_size=4, scratch_slot=400, device=CPU)
-    assert step.rows.positions.tolist() == [1, 2, 2, 3, 3]
-    assert step.rows.slots.tolist() == [1, 2, 3, 4, 5]
-    assert step.rows.words.tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10101]
-    assert step.batch.num_masked == 1
+    assert step.batch.positions.tolist() == [1, 2, 2, 3, 3]
+    assert step.batch.slots.tolist() == step.rows.slots.tolist() == [1, 2, 3, 4, 5]
+    assert step.batch.words is not None and step.batch.num_masked == 1
+    assert step.batch.words.tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10101]
 
 
 def test_rows_that_the_host_reserved_but_the_device_does_not_use_go_to_scratch() -> None:
     request = drafting([8, 9], [0, 1], Draft([1, 2, 3]))
     plan = plan_of([request])
     fewer = dataclasses.replace(plan, num_rows=torch.tensor([2]), row_counts=None)
-    rows = pack_rows_reference(
-        fewer, torch.tensor([1]), torch.tensor([[0, 1]]), page_size=4, scratch_slot=400
-    )
-    assert rows.slots.tolist() == [1, 2, 400, 400]
-    assert rows.token_ids.tolist() == [9, 1, 0, 0]
-    assert rows.offsets.tolist() == [0, 2]
+    step = pack(fewer, [request], [], page_size=4, scratch_slot=400, device=CPU)
+    assert step.rows.slots.tolist() == step.batch.slots.tolist() == [1, 2, 400, 400]
+    assert step.batch.token_ids.tolist() == [9, 1, 0, 0]
+    assert step.rows.offsets.tolist() == step.batch.qo_indptr.tolist() == [0, 2]
 
 
-def random_plan(seed: int) -> tuple[VerifyPlan, torch.Tensor, torch.Tensor]:
-    """Return a plan of chains, trees and lookahead rows, with lengths and page tables."""
+def random_plan(seed: int) -> tuple[VerifyPlan, Segments]:
+    """Return a plan of chains, trees and lookahead rows, and its segments beside some chunks."""
     generator = torch.Generator().manual_seed(seed)
 
     def below(high: int) -> int:
@@ -97,23 +98,81 @@ def random_plan(seed: int) -> tuple[VerifyPlan, torch.Tensor, torch.Tensor]:
         request = drafting([below(100) for _ in range(1 + below(20))], [], draft if size else None)
         request.request_id = index
         requests.append(request)
-    kv_lens = torch.tensor([len(request.tokens) - 1 for request in requests])
-    tables = torch.stack([torch.randperm(40, generator=generator) for _ in requests])
-    return plan_of(requests), kv_lens, tables
+    lens = [1 + below(300 if seed % 3 else 9) for _ in range(below(4))]
+    starts = [below(30) for _ in lens] + [len(request.tokens) - 1 for request in requests]
+    pages = [torch.randperm(400, generator=generator) for _ in starts]
+    segments = Segments(
+        starts=torch.tensor(starts),
+        tables=torch.stack(pages).int(),
+        chunk_starts=torch.tensor([0, *lens]).cumsum(0),
+        chunk_tokens=torch.randint(100, (sum(lens),), generator=generator),
+    )
+    return plan_of(requests), segments
 
 
+def new_buffers(num_rows: int, num_segments: int, width: int, num_logits: int) -> ForwardBatch:
+    """Return buffers that are full of what earlier rounds may have left."""
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(1, 99, shape, dtype=dtype)
+
+    token_ids, positions, slots, words = integers(4, num_rows).unbind()
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        qo_indptr=integers(num_segments + 1, dtype=torch.int32),
+        kv_lens=integers(num_segments, dtype=torch.int32),
+        page_tables=integers(num_segments, width, dtype=torch.int32),
+        logit_rows=integers(num_logits),
+        max_rows=1,
+        words=words,
+    )
+
+
+def moved(values: Any, device: torch.device) -> Any:
+    """Return a dataclass with copies of its tensors on a device."""
+    fields = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    return dataclasses.replace(
+        values,
+        **{k: v.to(device).clone() for k, v in fields.items() if isinstance(v, torch.Tensor)},
+    )
+
+
+@pytest.mark.parametrize("padding", [None, (0, 0), (37, 5)])
 @pytest.mark.parametrize("seed", range(14))
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_pack_kernel_matches_the_reference(seed: int, page_size: int, device: torch.device) -> None:
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pack_kernel_matches_the_reference(
+    seed: int, page_size: int, padding: tuple[int, int] | None, device: torch.device
+) -> None:
     from nanospec.engine import packing_triton
 
-    plan, kv_lens, tables = random_plan(seed)
-    if page_size == 1:
-        tables = tables.repeat(1, 4)
-    plan = helpers.plan_to(plan, device)
-    arguments = (plan, kv_lens.to(device), tables.to(device))
+    plan, segments = random_plan(seed)
+    ahead = torch.arange(plan.num_reqs) + 1 if seed % 3 == 1 else None
+    if seed % 4 == 1:  # the device uses fewer rows than the host reserved
+        plan = dataclasses.replace(plan, num_rows=(plan.num_rows + 1) // 2, row_counts=None)
     options = {"page_size": page_size, "scratch_slot": 999}
-    want = pack_rows_reference(*arguments, **options)
-    got = packing_triton.pack_rows(*arguments, **options)
-    for name in want.__slots__:
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=0)
+    want, want_rows = pack_reference(plan, segments, ahead, **options)
+    buffers = None
+    if padding is not None:
+        sizes = want.num_tokens + padding[0], want.num_reqs + padding[1]
+        filled = new_buffers(*sizes, segments.tables.shape[1] + 3, plan.num_tokens)
+        buffers = moved(filled, device)
+        fill_buffers(filled, want, 999)
+        want = filled
+    got, rows = packing_triton.pack(
+        helpers.plan_to(plan, device),
+        moved(segments, device),
+        None if ahead is None else ahead.to(device),
+        buffers,
+        **options,
+    )
+    for mine, theirs in ((got, want), (rows, want_rows)):
+        for field in dataclasses.fields(theirs):
+            one, other = getattr(mine, field.name), getattr(theirs, field.name)
+            if isinstance(other, torch.Tensor):
+                if field.name == "page_tables":  # what is behind those that are needed is anything
+                    one, other = (
+                        t[: len(segments.tables), : segments.tables.shape[1]] for t in (one, other)
+                    )
+                assert one.dtype == other.dtype and one.tolist() == other.tolist(), field.name

@@ -62,6 +62,10 @@ class PaddedRunner:
     def __init__(self, eager: ModelRunner, scratch_slot: int):
         self._eager, self._scratch_slot = eager, scratch_slot
 
+    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+        """See `ModelRunner.buffers`."""
+        return None
+
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""
         tier = tier_of(batch.num_tokens, self.tiers)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec import SamplingParams
-from nanospec.engine.packing import pack_rows_reference
+from nanospec.engine.packing import pack
 from nanospec.spec import noise
 from nanospec.spec.accept import accept, accept_reference, follow_reference
 from nanospec.spec.plan import build_plan
@@ -36,9 +36,10 @@ def planned(
     counts = [request.num_planned for request in requests]
     resources = Resources(PlanKind.MASK, 64)
     plan = build_plan(requests, counts, resources=resources, vocab_size=vocab_size, device=CPU)
-    zeros = torch.zeros(len(requests), dtype=torch.int64)
-    tables = torch.arange(64).expand(len(requests), 64)
-    return plan, requests, pack_rows_reference(plan, zeros, tables, page_size=1, scratch_slot=0)
+    for request in requests:
+        request.pages = list(range(64))
+    step = pack(plan, requests, [], page_size=1, scratch_slot=0, device=CPU)
+    return plan, requests, step.rows
 
 
 def outcome(result: AcceptResult) -> list[tuple[list[int], list[int]]]:

@@ -1,0 +1,66 @@
+"""What a round gives is summed up alike by kernel and reference, and read request by request."""
+
+import pytest
+import torch
+
+from nanospec.engine.answer import Answer, RequestAnswer, sum_up_reference
+from nanospec.types import AcceptResult, PlanKind, VerifyPlan
+from tests import helpers
+
+
+def random_round(seed: int) -> tuple[VerifyPlan, AcceptResult, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    num_reqs, max_rows = 1 + seed % 5, (1, 2, 8, 17)[seed % 4]
+    num_rows = integers(1, max_rows + 1, num_reqs)
+    shape = (num_reqs, max_rows)
+    plan = VerifyPlan(
+        kind=PlanKind.TREE,
+        tokens=integers(0, 99, *shape),
+        parents=integers(-1, max_rows, *shape),
+        num_rows=num_rows,
+        num_tokens=int(num_rows.sum()),
+        row_counts=None,
+        num_masked=0,
+    )
+    num_emitted = (integers(0, max_rows, num_reqs) % num_rows) + 1
+    result = AcceptResult(integers(0, 99, *shape), num_emitted, integers(0, max_rows, *shape))
+    return plan, result, integers(1, 9, num_reqs) if seed % 2 else None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kernel_matches_the_reference(seed: int, device: torch.device) -> None:
+    from nanospec.engine import answer_triton
+
+    plan, result, ahead = random_round(seed)
+    want, want_values = sum_up_reference(plan, result, ahead)
+    there = AcceptResult(*(t.to(device) for t in (result.tokens, result.num_emitted, result.path)))
+    got, values = answer_triton.sum_up(
+        helpers.plan_to(plan, device), there, None if ahead is None else ahead.to(device)
+    )
+    assert got.roots.tolist() == want.roots.tolist()
+    assert got.num_tokens.tolist() == want.num_tokens.tolist()
+    assert values.tolist() == want_values.tolist()
+
+
+def test_the_host_reads_what_was_emitted_and_nothing_behind() -> None:
+    plan = VerifyPlan(
+        kind=PlanKind.CHAIN,
+        tokens=torch.tensor([[5, 6, 7], [8, 0, 0]]),
+        parents=torch.tensor([[-1, 0, 1], [-1, 0, 0]]),
+        num_rows=torch.tensor([3, 1]),
+        num_tokens=4,
+        row_counts=[3, 1],
+        num_masked=0,
+    )
+    tokens, path = torch.tensor([[6, 9, 77], [4, 77, 77]]), torch.tensor([[0, 1, 77], [0, 77, 77]])
+    result = AcceptResult(tokens, torch.tensor([2, 1]), path)
+    pending, values = sum_up_reference(plan, result, torch.tensor([3, 0]))
+    assert (pending.roots.tolist(), pending.num_tokens.tolist()) == ([9, 4], [5, 1])
+    assert Answer(plan, values).read() == [
+        RequestAnswer([6, 9], [0, 1], [-1, 0, 1], 3),
+        RequestAnswer([4], [0], [-1, 0, 0], 1),
+    ]
