@@ -8,8 +8,10 @@ from nanospec.types import AcceptResult, Pending, VerifyPlan
 
 _POINTERS = [
     f"{name}_ptr"
-    for name in ("tokens", "path", "parents", "num_rows", "num_emitted", "ahead")
-    + ("roots", "totals", "values")
+    for name in (
+        *("tokens", "path", "parents", "num_rows", "num_emitted", "ahead"),
+        *("roots", "totals", "values"),
+    )
 ]
 
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import torch
 
-from nanospec.attention.backend import AttentionBackend, create_attention
+from nanospec.attention.backend import create_attention
 from nanospec.attention.kv_ops import move_kv
 from nanospec.config import EngineConfig, ModelConfig
-from nanospec.cudagraph.graph_runner import GraphRunner, Graphs
-from nanospec.cudagraph.runner import EagerRunner, ModelRunner
+from nanospec.engine.capture import create_runner
 from nanospec.engine.pages import PageAllocator
 from nanospec.engine.round import Flight, RoundContext, launch, propose, settle
 from nanospec.engine.scheduler import Scheduler
-from nanospec.engine.sizing import count_pages, graph_limits, new_cache
+from nanospec.engine.sizing import count_pages, new_cache
 from nanospec.engine.warmup import warm_up
 from nanospec.errors import BackendUnavailableError, ConfigError
 from nanospec.models.decoder import Decoder
@@ -258,56 +257,21 @@ class Engine:
         )
         return RoundContext(
             speculator=speculator,
-            runner=self._runner(config, decoder, attention, capabilities, caches[0].scratch_slot),
+            runner=create_runner(
+                config,
+                decoder,
+                speculator,
+                attention,
+                capabilities,
+                scratch_slot=caches[0].scratch_slot,
+                max_model_len=self.max_model_len,
+            ),
             scheduler=scheduler,
             caches=caches,
             move_kv=kernels[COMMIT],
             runs_ahead=_runs_ahead(config, speculator, capabilities),
             observers=self.observers,
         )
-
-    def _runner(
-        self,
-        config: EngineConfig,
-        decoder: Decoder,
-        attention: AttentionBackend,
-        capabilities: Sequence[Capability],
-        scratch_slot: int,
-    ) -> ModelRunner:
-        """Capture the target's forward, where graphs are wanted and possible."""
-        speculator = self.speculator
-        eager = EagerRunner(decoder, attention, speculator.effective.taps, speculator.observe_rows)
-        lacking = [each.reason for each in capabilities if not each.takes_device_counts]
-        on_gpu = self.device.type == "cuda"
-        limits = graph_limits(
-            config,
-            speculator.effective,
-            takes_device_counts=on_gpu and not lacking,
-            max_model_len=self.max_model_len,
-        )
-        if limits.rows == 0:
-            if on_gpu and lacking and config.max_graph_rows != 0:
-                logger.warning("no CUDA graphs, as attention cannot be captured: %s", lacking[0])
-            return eager
-        graphs, embedding = Graphs(), decoder.embed_tokens.weight
-        runner = GraphRunner(decoder, eager, graphs, limits, embedding, scratch_slot)
-        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        try:
-            runner.capture()
-            speculator.capture(graphs, limits)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"CUDA graphs of up to {limits.rows} rows do not fit beside the KV cache; lower "
-                f"max_graph_rows, max_num_seqs or gpu_memory_utilization"
-            ) from error
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        gib = (free - torch.cuda.mem_get_info()[0]) / 2**30
-        logger.info(
-            "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
-            *(len(graphs), limits.rows, seconds, gib),
-        )
-        return runner
 
     def _max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
         if params.max_tokens is None:

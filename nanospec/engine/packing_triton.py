@@ -190,7 +190,8 @@ def pack(
     device, num_reqs = segments.starts.device, plan.num_reqs
     columns = torch.empty((4, plan.num_tokens), dtype=torch.int64, device=device)
     offsets = torch.empty(num_reqs + 1, dtype=torch.int64, device=device)
-    rows = PackedRows(*columns.unbind(), offsets=offsets)
+    token_ids, slots, request, depth = columns.unbind()
+    rows = PackedRows(token_ids, slots, request, depth, offsets)
     is_mask = plan.positions is not None
     _pack_kernel[(num_segments + 1,)](
         plan.tokens,
@@ -211,7 +212,10 @@ def pack(
         batch.kv_lens,
         batch.page_tables,
         batch.logit_rows,
-        *columns.unbind(),
+        token_ids,
+        slots,
+        request,
+        depth,
         offsets,
         segments.num_chunks,
         num_reqs,

@@ -135,9 +135,16 @@ def _free_after_largest_step(config: EngineConfig, decoder: Decoder, resources: 
     torch.cuda.empty_cache()
     captures = config.attention in ("auto", "triton")
     limits = graph_limits(config, resources, takes_device_counts=captures)
-    num_drafts = config.max_num_seqs * (resources.max_rows - 1) if resources.records_probs else 0
-    in_graphs = graph_bytes(limits, decoder.config, decoder.dtype.itemsize, num_drafts)
+    in_graphs = bytes_for_graphs(config, decoder, resources, limits)
     return config.gpu_memory_utilization * total - by_others - peak - in_graphs
+
+
+def bytes_for_graphs(
+    config: EngineConfig, decoder: Decoder, resources: Resources, limits: GraphLimits
+) -> int:
+    """Return how much memory is kept for graphs, which need the cache to be captured."""
+    num_drafts = config.max_num_seqs * (resources.max_rows - 1) if resources.records_probs else 0
+    return graph_bytes(limits, decoder.config, decoder.dtype.itemsize, num_drafts)
 
 
 def graph_limits(
