@@ -133,14 +133,13 @@ def block_losses(
         return rows.unflatten(0, (-1, num_slots))[:, slot]
 
     weight = torch.exp(-slots / LOSS_DECAY) * counts
+    confidences = drafter.confidences(drafted, tokens)
     state = drafter.first_state(len(counts))
     sums = {name: torch.zeros((), device=device) for name in ("ce", "l1", "confidence")}
     accepted = []
     for slot in range(num_slots):
         own = slot_of(drafted, slot)
-        logits, confidence, state = drafter.correct(
-            drafter.base_logits(own), own, slot_of(tokens, slot), state
-        )
+        logits, state = drafter.correct(drafter.base_logits(own), own, slot_of(tokens, slot), state)
         log_q = logits.log_softmax(-1)
         with torch.no_grad():
             p = target.logits(slot_of(teacher, slot)).float().softmax(-1)
@@ -150,7 +149,8 @@ def block_losses(
         accepted.append(overlap)
         sums["ce"] = sums["ce"] + (weight[:, slot] * ce).sum()
         sums["l1"] = sums["l1"] + (weight[:, slot] * l1).sum()
-        if confidence is not None:
+        if confidences is not None:
+            confidence = slot_of(confidences, slot)
             bce = F.binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
             sums["confidence"] = sums["confidence"] + (weight[:, slot] * bce).sum()
     total = weight.sum().clamp(min=1e-6)

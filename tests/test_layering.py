@@ -15,6 +15,7 @@ LAYERS = [
     "params",
     "stats",
     "device",
+    "pdl",
     "template",
     "text",
     "types",

@@ -196,7 +196,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = Linear(2 * rank + width, 3 * rank, dtype, device, bias=True)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return [N, r] for tokens [N]."""
+        """Return [.., r] for tokens [..]."""
         return F.embedding(tokens, self.markov_w1.weight)
 
     def forward(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,15 +207,40 @@ class MarkovHead(nn.Module):
             previous: [N, r], the token before each slot, embedded.
             state: [N, r], 0 at the start of a block; only the kind `rnn` changes it.
         """
+        vector, state = self._advance(hidden, previous, state)
+        return self.markov_w2(vector), state
+
+    def _advance(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is multiplied with `markov_w2`, [N, r], and the next state [N, r]."""
         if self.kind == "gated":
             gate = self.gate_proj(torch.cat((hidden, previous), dim=-1)).sigmoid()
-            return self.markov_w2(gate * previous), state
+            return gate * previous, state
         if self.kind == "rnn":
             joint = self.joint_proj(torch.cat((state, previous, hidden), dim=-1))
             gate, candidate, out = joint.chunk(3, dim=-1)
             gate = gate.sigmoid()
-            return self.markov_w2(out.tanh()), gate * state + (1 - gate) * candidate.tanh()
-        return self.markov_w2(previous), state
+            return out.tanh(), gate * state + (1 - gate) * candidate.tanh()
+        return previous, state
+
+    def can_fuse(self) -> bool:
+        """Return whether `fused_greedy_token` can be called, with tensors of a GPU."""
+        # Imported here: Triton takes long to import and a CPU needs none.
+        from nanospec.models import markov_triton
+
+        return markov_triton.fits(self.markov_w2.weight)
+
+    def fused_greedy_token(
+        self, base: Tensor, hidden: Tensor, previous: Tensor, state: Tensor, out: Tensor
+    ) -> Tensor:
+        """See `DSparkDrafter.greedy_token`; the correction is never stored."""
+        from nanospec.models import markov_triton
+
+        vectors: Tensor = self.markov_w1.weight
+        index: Tensor | None = previous
+        if self.kind != "vanilla":
+            (vectors, state), index = self._advance(hidden, self.embed(previous), state), None
+        markov_triton.greedy_tokens(base, vectors, index, self.markov_w2.weight, out)
+        return state
 
 
 class ConfidenceHead(nn.Module):
@@ -224,14 +249,12 @@ class ConfidenceHead(nn.Module):
     def __init__(self, config: DSparkConfig, dtype: torch.dtype, device: torch.device):
         super().__init__()
         width = config.layers.hidden_size + config.confidence_with_markov * config.markov_rank
-        self._with_markov = config.confidence_with_markov
         self.proj = Linear(width, 1, dtype, device, bias=True)
 
-    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Return logits [N] fp32 for slots [N, H] and the embedded tokens [N, r] before them."""
-        seen = torch.cat((hidden, previous), dim=-1) if self._with_markov else hidden
+    def forward(self, seen: Tensor) -> Tensor:
+        """Return logits [..] fp32 from what is seen of slots, [.., H] or [.., H + r]."""
         logits: Tensor = self.proj(seen)
-        return logits[:, 0].float()
+        return logits[..., 0].float()
 
 
 class DSparkDrafter(nn.Module):
@@ -318,7 +341,7 @@ class DSparkDrafter(nn.Module):
 
     def correct(
         self, base: Tensor, hidden: Tensor, previous: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Correct one slot of N blocks by the tokens before it.
 
         Args:
@@ -328,18 +351,47 @@ class DSparkDrafter(nn.Module):
             state: [N, r], from the slot before, or `first_state`.
 
         Returns:
-            Logits [N, V] fp32; confidence logits [N] fp32, without a confidence head None; the next
-            state.
+            Logits [N, V] fp32; the next state.
         """
-        embedded = state
         logits = base.float()
         if self.markov_head is not None:
-            embedded = self.markov_head.embed(previous)
-            bias, state = self.markov_head(hidden, embedded, state)
+            bias, state = self.markov_head(hidden, self.markov_head.embed(previous), state)
             logits = logits + bias.float()
+        return logits, state
+
+    def greedy_token(
+        self, base: Tensor, hidden: Tensor, previous: Tensor, state: Tensor, out: Tensor
+    ) -> Tensor:
+        """Write the best token of what `correct` returns, the first one among equals, to `out` [N].
+
+        Returns:
+            The next state.
+        """
+        head = self.markov_head
+        if head is None:
+            out.copy_(base.argmax(dim=-1))
+            return state
+        if base.is_cuda and head.can_fuse():
+            return head.fused_greedy_token(base, hidden, previous, state, out)
+        logits, state = self.correct(base, hidden, previous, state)
+        out.copy_(logits.argmax(dim=-1))
+        return state
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """Return confidence logits [..] fp32 of slots, without a confidence head None.
+
+        Args:
+            hidden: [.., H] of the slots.
+            previous: [..] int64, the token before each.
+        """
         if self.confidence_head is None:
-            return logits, None, state
-        return logits, self.confidence_head(hidden, embedded), state
+            return None
+        seen = hidden
+        if self.config.confidence_with_markov:
+            assert self.markov_head is not None, "the config was checked"
+            seen = torch.cat((hidden, self.markov_head.embed(previous)), dim=-1)
+        logits: Tensor = self.confidence_head(seen)
+        return logits
 
 
 def _attention_of(layer: nn.Module) -> Attention:

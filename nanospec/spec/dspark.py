@@ -12,7 +12,7 @@ from nanospec.attention.batch import ForwardBatch, padded_tables
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
-from nanospec.device import to_device
+from nanospec.device import to_device, to_device_together
 from nanospec.errors import ConfigError
 from nanospec.models.dspark import REGIMES, DSparkConfig
 from nanospec.models.loader import load_drafter, resolve_model
@@ -146,9 +146,11 @@ class DSparkSpeculator(Speculator):
         known = [len(request.tokens) - 1 for request in requests]
         regimes = ["greedy" if request.params.is_greedy else "sampled" for request in requests]
         shared = [request.shares_noise for request in requests]
-        columns = [known, list(lengths), [REGIMES.index(each) for each in regimes], shared]
-        starts, length, regime, shares_noise = to_device(columns, device).unbind()
+        numbers = (known, lengths, [REGIMES.index(each) for each in regimes], shared)
         tables = padded_tables([request.pages for request in requests])
+        starts, length, regime, shares_noise, tables_there = to_device_together(
+            [*((each, torch.int64) for each in numbers), (tables, torch.int32)], device
+        )
         rows = sampling_rows(requests, self._config.layers.vocab_size, device, pending.num_tokens)
         # A stop that may not come yet may be drafted: the target rejects it, whatever q is.
         rows = replace(rows, stops=rows.stops[:0], is_stop=rows.is_stop[:, :0])
@@ -156,7 +158,7 @@ class DSparkSpeculator(Speculator):
             roots=pending.roots,
             starts=starts + pending.num_tokens,
             lengths=length,
-            page_tables=to_device(tables, device, torch.int32),
+            page_tables=tables_there,
             regime=regime,
             shares_noise=shares_noise,
             rows=rows,
@@ -169,22 +171,23 @@ class DSparkSpeculator(Speculator):
         """
         hidden = self._run_blocks(blocks, width)
         base = self._drafter.base_logits(hidden)
-        tokens, state = blocks.roots, self._drafter.first_state(len(blocks.roots))
-        drawn, probs, confidences = [], [], []
+        tokens = blocks.roots.new_empty(len(blocks.roots), 1 + width)  # the root, then the drafts
+        tokens[:, 0] = blocks.roots
+        state, probs = self._drafter.first_state(len(tokens)), []
         for slot in range(width):
-            logits, confidence, state = self._drafter.correct(
-                base[:, slot], hidden[:, slot], tokens, state
-            )
-            tokens, q = draw_drafts(logits, blocks.rows, slot, blocks.shares_noise > 0)
-            drawn.append(tokens)
+            known = (base[:, slot], hidden[:, slot], tokens[:, slot], state)
+            if blocks.rows.is_argmax:
+                state = self._drafter.greedy_token(*known, out=tokens[:, 1 + slot])
+                continue
+            logits, state = self._drafter.correct(*known)
+            tokens[:, 1 + slot], q = draw_drafts(logits, blocks.rows, slot, blocks.shares_noise > 0)
             if q is not None:
                 probs.append(q)
-            if confidence is not None:
-                confidences.append(confidence)
+        confidences = self._drafter.confidences(hidden, tokens[:, :-1])
         return DraftRows(
-            tokens=torch.stack(drawn, dim=1),
+            tokens=tokens[:, 1:],
             probs=torch.stack(probs, dim=1) if probs else None,
-            survival=self._survival(blocks, torch.stack(confidences, 1)) if confidences else None,
+            survival=None if confidences is None else self._survival(blocks, confidences),
         )
 
     def _survival(self, blocks: Blocks, logits: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class DSparkTreeSpeculator(DSparkSpeculator):
             depth = row_depth[:, row]
             slot = depth.clamp(max=hidden.shape[1] - 1)
             state = first if row == 0 else states[everyone, row_parent[:, row]]
-            logits, _, states[:, row] = drafter.correct(
+            logits, states[:, row] = drafter.correct(
                 base[everyone, slot], hidden[everyone, slot], row_token[:, row], state
             )
             probs, children = probabilities(logits, rows.at(everyone, depth)).topk(best)

@@ -107,7 +107,8 @@ def one_block(
     for slot in range(min(size, len(tokens) - anchor - 1)):
         row = drafted[slot][None]
         previous = ids[anchor + slot][None]
-        logits, confidence, state = drafter.correct(drafter.base_logits(row), row, previous, state)
+        logits, state = drafter.correct(drafter.base_logits(row), row, previous, state)
+        confidence = drafter.confidences(row, previous)
         assert confidence is not None
         q, p = logits[0].softmax(-1), target.logits(hidden[anchor + slot]).softmax(-1)
         overlap = torch.minimum(q, p).sum()

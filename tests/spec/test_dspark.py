@@ -68,8 +68,10 @@ class Recorder:
         speculator: Any = self.llm.engine.speculator
         drafter = speculator._drafter
         hidden: list[Tensor] = []
-        corrected: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        corrected: list[Tensor] = []
+        confident: list[Tensor | None] = []
         base_logits, correct, propose = drafter.base_logits, drafter.correct, speculator.propose
+        greedy_token, confidences = drafter.greedy_token, drafter.confidences
         forward, store_context = drafter.forward, drafter.store_context
 
         def recording_base_logits(rows: Tensor) -> Any:
@@ -77,8 +79,20 @@ class Recorder:
             return base_logits(rows)
 
         def recording_correct(*args: Any) -> Any:
-            corrected.append(correct(*args))
-            return corrected[-1]
+            logits, state = correct(*args)
+            corrected.append(logits)
+            return logits, state
+
+        def recording_greedy_token(*args: Any, out: Tensor) -> Any:
+            count = len(corrected)
+            state = greedy_token(*args, out=out)
+            if len(corrected) == count:  # it did not need the logits
+                recording_correct(*args)
+            return state
+
+        def recording_confidences(*args: Any) -> Any:
+            confident.append(confidences(*args))
+            return confident[-1]
 
         def recording_forward(token_ids: Tensor, positions: Tensor, attention: Any) -> Any:
             self.inputs.append((token_ids.tolist(), positions.tolist()))
@@ -90,15 +104,14 @@ class Recorder:
             return store_context(features, positions, *where)
 
         def recording_propose(requests: Sequence[Request]) -> Any:
-            hidden.clear()
-            corrected.clear()
+            for record in (hidden, corrected, confident):
+                record.clear()
             drafts = propose(requests)
             live = [pair for pair in zip(requests, drafts, strict=True) if pair[1] is not None]
             for index, (request, draft) in enumerate(live):
                 count = len(draft) if draft.parents is None else len(corrected)
-                confidence = None
-                if corrected[0][1] is not None:
-                    confidence = torch.stack([each[1][index] for each in corrected[:count]])
+                found = confident[0] if confident else None  # of a tree there are none
+                confidence = None if found is None else found[index, :count]
                 self.blocks.append(
                     Block(
                         request,
@@ -106,13 +119,14 @@ class Recorder:
                         request.max_drafts,
                         draft,
                         hidden[0][index].clone(),
-                        torch.stack([each[0][index] for each in corrected[:count]]),
+                        torch.stack([each[index] for each in corrected[:count]]),
                         confidence,
                     )
                 )
             return drafts
 
         drafter.base_logits, drafter.correct = recording_base_logits, recording_correct
+        drafter.greedy_token, drafter.confidences = recording_greedy_token, recording_confidences
         drafter.forward, drafter.store_context = recording_forward, recording_context
         speculator.propose = recording_propose
         self.llm.engine.observers.append(self.steps.append)
