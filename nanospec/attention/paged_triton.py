@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec import pdl
 from nanospec.attention.batch import LONG_ROWS
 from nanospec.attention.mask import MAX_MASKED_ROWS
 
@@ -175,11 +176,13 @@ def _attend_kernel(
     WORD_ROWS: tl.constexpr,
     IS_FULL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Heads and splits of a tile are neighbours in the grid: they read neighbouring memory, and the
     # long tiles, which come first, start first in all heads.
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_tiles = tl.num_programs(2)
+    pdl.wait(PDL)
     segment = tl.load(tiles_ptr + tile)
     first = tl.load(tiles_ptr + num_tiles + tile)
     start_row = tl.load(tiles_ptr + 2 * num_tiles + tile)
@@ -291,8 +294,10 @@ def _merge_kernel(
     num_splits,
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
+    pdl.wait(PDL)
     if row >= tl.load(qo_indptr_ptr + num_reqs):
         return
     at = row.to(tl.int64) * tl.num_programs(1) + head
@@ -359,6 +364,7 @@ def paged_attention(
     if num_rows == 0:
         return
     has_words = words is not None and not is_full
+    launch = pdl.launch_options(q)
     _attend_kernel[(num_kv_heads, shape.num_splits, tiles.shape[1])](
         q,
         k,
@@ -385,15 +391,9 @@ def paged_attention(
         IS_SPLIT=is_split,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **launch,
     )
     if is_split:
-        _merge_kernel[(num_rows, num_heads)](
-            out,
-            partial,
-            lse,
-            qo_indptr,
-            len(qo_indptr) - 1,
-            shape.num_splits,
-            DIM=head_dim,
-            SPLITS=triton.next_power_of_2(shape.num_splits),
-        )
+        sums = (out, partial, lse, qo_indptr, len(qo_indptr) - 1, shape.num_splits)
+        lanes = triton.next_power_of_2(shape.num_splits)
+        _merge_kernel[(num_rows, num_heads)](*sums, DIM=head_dim, SPLITS=lanes, **launch)

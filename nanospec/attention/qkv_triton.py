@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec import pdl
+
 _HEADS = 8  # of one program
 
 
@@ -27,6 +29,7 @@ def _qkv_kernel(
     IS_NORMED: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -35,23 +38,25 @@ def _qkv_kernel(
     total = num_heads + 2 * num_kv_heads
     live = (head < total)[:, None]
     base = qkv_ptr + row * total * DIM + head[:, None] * DIM
-    x = tl.load(base + dim[None, :], mask=live, other=0.0)
     is_q = (head < num_heads)[:, None]
     is_v = (head >= num_heads + num_kv_heads)[:, None]
+    if IS_NORMED:
+        q_weight = tl.load(q_weight_ptr + dim).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + dim).to(tl.float32)
+        own_weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
+        q_weight = tl.load(q_weight_ptr + partner).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + partner).to(tl.float32)
+        other_weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
+    pdl.wait(PDL)
+    x = tl.load(base + dim[None, :], mask=live, other=0.0)
     dtype = qkv_ptr.dtype.element_ty
     own = x.to(tl.float32)
     other = tl.load(base + partner[None, :], mask=live, other=0.0).to(tl.float32)
     if IS_NORMED:
         scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
-        q_weight = tl.load(q_weight_ptr + dim).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + dim).to(tl.float32)
-        weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
-        q_weight = tl.load(q_weight_ptr + partner).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + partner).to(tl.float32)
         # Rounded where torch rounds, after the norm.
-        own = (own * scale * weight).to(dtype).to(tl.float32)
-        weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
-        other = (other * scale * weight).to(dtype).to(tl.float32)
+        own = (own * scale * own_weight).to(dtype).to(tl.float32)
+        other = (other * scale * other_weight).to(dtype).to(tl.float32)
     cos = tl.load(cos_ptr + row * DIM + dim).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + row * DIM + dim).to(tl.float32)[None, :]
     other = tl.where((dim < DIM // 2)[None, :], -other, other)
@@ -114,5 +119,6 @@ def rotate_and_store(
         DIM=head_dim,
         HEADS=_HEADS,
         num_warps=4,
+        **pdl.launch_options(qkv),
     )
     return q

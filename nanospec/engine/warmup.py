@@ -56,6 +56,7 @@ def warm_up(
                     if width > 0:
                         request.draft, request.max_drafts = draft, width
                     _launch(ctx, resources, vocab_size, [request, _request(ctx, params, 2, 0)])
+    _launch(ctx, resources, vocab_size, [_request(ctx, KINDS[0], 2, 0)])  # of one row
     length = min(max_model_len, max_rows)
     lengths = [length] * (max_rows // length) + [max_rows % length]
     prompts = [_request(ctx, KINDS[0], own, 0) for own in lengths[:max_num_seqs] if own > 0]

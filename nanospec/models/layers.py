@@ -38,7 +38,27 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs] to [..., outputs]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T, [.., outputs], of x [.., inputs]."""
+    if _has_kernels(x):
+        from nanospec.models import linear_triton
+
+        if linear_triton.can_run(x, weight):
+            return linear_triton.linear(x, weight)
+    return F.linear(x, weight)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `swiglu` of `linear`."""
+    if _has_kernels(x):
+        from nanospec.models import linear_triton
+
+        if linear_triton.can_run(x, weight):
+            return linear_triton.linear_swiglu(x, weight)
+    return swiglu(linear(x, weight))
 
 
 class RMSNorm(nn.Module):
@@ -208,7 +228,7 @@ class Attention(nn.Module):
 
             weight = self.qkv_proj.weight[self._split[0] * self._head_dim :]
             own = (cache.k[self._layer], cache.v[self._layer], slots)
-            qkv_triton.rotate_and_store(F.linear(x, weight), 0, self._norms, rope, *own)
+            qkv_triton.rotate_and_store(linear(x, weight), 0, self._norms, rope, *own)
             return
         cache.store(self._layer, *self.keys_values(x, rope), slots)
 
@@ -232,5 +252,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, H] to [T, H]."""
-        projected: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        projected: Tensor = self.down_proj(linear_swiglu(x, self.gate_up_proj.weight))
         return projected

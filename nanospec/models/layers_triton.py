@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec import pdl
+
 
 @triton.jit
 def _add_rms_norm_kernel(
@@ -17,10 +19,13 @@ def _add_rms_norm_kernel(
     width,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     live = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
+    weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
+    pdl.wait(PDL)
     x = tl.load(x_ptr + at, mask=live, other=0.0)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + at, mask=live, other=0.0)
@@ -28,7 +33,6 @@ def _add_rms_norm_kernel(
         tl.store(sum_ptr + at, x, mask=live)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -53,15 +57,17 @@ def add_rms_norm(
             HAS_DELTA=delta is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 8),
+            **pdl.launch_options(x),
         )
     return total, out
 
 
 @triton.jit
-def _swiglu_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _swiglu_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
+    pdl.wait(PDL)
     gate = tl.load(x_ptr + row * 2 * width + column, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + column, mask=live, other=0.0).to(tl.float32)
     # Rounded where torch rounds, between the two steps.
@@ -77,6 +83,6 @@ def swiglu(x: Tensor) -> Tensor:
     if x.numel() > 0:
         block = min(triton.next_power_of_2(width), 1024)
         _swiglu_kernel[(out.numel() // width, triton.cdiv(width, block))](
-            x, out, width, BLOCK=block
+            x, out, width, BLOCK=block, **pdl.launch_options(x)
         )
     return out
