@@ -3,8 +3,10 @@
 
 N requests of --prompt random tokens decode together; steps between two synchronisations are timed
 once all have started. A second, profiled stretch says how long the GPU was busy, how long it stood
-idle between kernels and between steps, and which kernels took the time. A forward reads at least
-its weights and the keys of its requests, once, whatever the rows: that is the floor of a round.
+idle between kernels and between steps, and which kernels took the time. A third one times each of a
+round's steps. A forward reads at least its weights and the keys of its requests, once, whatever the
+rows; beside what it does of that stand the copy bandwidth of the GPU, and the products of a forward
+alone, by the library, in a graph.
 
 Example:
     python scripts/bench_round.py --shapes qwen3-8b --modes none,dspark --batches 1,8,64,256
@@ -33,6 +35,15 @@ from nanospec.types import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from provenance import provenance
+from round_steps import (
+    STEPS,
+    WAIT,
+    copy_bandwidth,
+    products_ms,
+    step_times,
+    timed_steps,
+    work_of_forward,
+)
 from shapes import SHAPES, write_shapes
 from synthetic import SyntheticDSpark
 
@@ -66,7 +77,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row['busy']:>6.1%} {row['idle_between']:>12.1%} {row['kernels']:>7.0f} "
             f"{row['waits']:>5.1f}"
         )
-    print(json.dumps(provenance() | {"rows": found}))
+    print_steps(found)
+    ceilings = {"copy_tb_s": copy_bandwidth(torch.device("cuda")) / 1e12}
+    print(f"a copy reads and writes {ceilings['copy_tb_s']:.2f} TB/s")
+    print(json.dumps(provenance() | ceilings | {"rows": found}))
+
+
+def print_steps(found: Sequence[dict[str, Any]]) -> None:
+    """Print the second table: the forward beside its floor, and every step."""
+    print(
+        f"\n{'mode':<18} {'batch':>5} {'forward':>8} {'products':>8} {'TB/s':>5} {'TFLOP/s':>7}  "
+        f"ms of a round's steps on the device (on the host)"
+    )
+    for row in found:
+        steps = row["steps"]
+        own = ", ".join(
+            f"{name} {steps['device_ms'][name]:.3f} ({steps['host_ms'][name]:.2f})"
+            for name in STEPS
+        )
+        print(
+            f"{row['mode']:<18} {row['batch']:>5} {row['forward_ms']:>8.3f} "
+            f"{row['products_ms']:>8.3f} {row['forward_tb_s']:>5.2f} "
+            f"{row['forward_tflop_s']:>7.1f}  {own}, waiting ({steps['host_ms'][WAIT]:.2f})"
+        )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -102,7 +135,8 @@ def bench_mode(
     name, _, adaptive = mode.partition("+")
     if args.synthetic_acceptance is not None and name == "dspark":
         own = {"mean": args.synthetic_acceptance}
-        SPECULATORS["synthetic"] = type("Synthetic", (SyntheticDSpark,), own)
+        # It costs what the drafter costs whose name it has: cost tables are made without coins.
+        SPECULATORS["synthetic"] = type("DSparkSpeculator", (SyntheticDSpark,), own)
         name = "synthetic"
     batches = [int(each) for each in args.batches.split(",")]
     started = time.perf_counter()
@@ -144,12 +178,36 @@ def bench_batch(engine: Engine, args: argparse.Namespace, batch: int) -> dict[st
     if args.top:
         print_kernels(profiled.pop("top"), args.top)
     profiled.pop("top", None)
+    with timed_steps(engine) as spans:
+        settled = engine.step_stats.steps
+        for _ in range(2 * _LEAD_IN):
+            engine.step()
+        torch.cuda.synchronize()
+    profiled["steps"] = step_times(spans, engine.step_stats.steps - settled)
+    num_keys = sum(len(request.tokens) for request in requests)
     for request in requests:
         engine.abort(request)
     while engine.has_work:
         engine.step()
     median = {key: statistics.median(each[key] for each in stretches) for key in stretches[0]}
-    return {"batch": batch} | median | profiled
+    return {"batch": batch} | median | profiled | forward(engine, profiled, median, num_keys)
+
+
+def forward(
+    engine: Engine, profiled: dict[str, Any], median: dict[str, float], num_keys: int
+) -> dict[str, float]:
+    """Return what the target's forward takes, reads and computes, and its products alone take."""
+    runner = engine._ctx.runner
+    decoder = runner._target  # type: ignore[attr-defined]
+    rows = median["rows_per_step"]
+    milliseconds = profiled["steps"]["device_ms"]["forward"]
+    num_bytes, operations = work_of_forward(decoder, rows, rows, num_keys)
+    return {
+        "forward_ms": milliseconds,
+        "forward_tb_s": num_bytes / milliseconds / 1e9,
+        "forward_tflop_s": operations / milliseconds / 1e9,
+        "products_ms": products_ms(decoder, round(rows), round(rows)),
+    }
 
 
 def stretch(engine: Engine, requests: Sequence[Request], tokens: int) -> dict[str, float]:

@@ -118,7 +118,7 @@ def rotate_and_store(
         IS_NORMED=norms is not None,
         DIM=head_dim,
         HEADS=_HEADS,
-        num_warps=4,
+        num_warps=2,  # of a head 16 numbers a thread: two heads a warp, four times
         **pdl.launch_options(qkv),
     )
     return q

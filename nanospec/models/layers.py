@@ -116,9 +116,20 @@ class RotaryEmbedding:
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [T, 1, D] for positions [T], computed in fp32."""
-        angles = positions[:, None, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+        if _has_kernels(positions):
+            from nanospec.models import layers_triton
+
+            return layers_triton.rope_tables(positions, self._frequencies, self._scale, dtype)
+        return rope_tables(positions, self._frequencies, self._scale, dtype)
+
+
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `RotaryEmbedding.tables`; frequencies are [D / 2] fp32."""
+    angles = positions[:, None, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

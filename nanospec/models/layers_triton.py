@@ -86,3 +86,50 @@ def swiglu(x: Tensor) -> Tensor:
             x, out, width, BLOCK=block, **pdl.launch_options(x)
         )
     return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])  # a slice may start anywhere
+def _rope_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    cos_ptr,
+    sin_ptr,
+    scale,
+    half,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    live = pair < half
+    pdl.wait(PDL)
+    position = tl.load(positions_ptr + row).to(tl.float32)
+    angle = position * tl.load(frequencies_ptr + pair, mask=live, other=0.0)
+    cos = (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty)
+    sin = (tl.sin(angle) * scale).to(sin_ptr.dtype.element_ty)
+    at = row * 2 * half + pair
+    tl.store(cos_ptr + at, cos, mask=live)
+    tl.store(cos_ptr + at + half, cos, mask=live)
+    tl.store(sin_ptr + at, sin, mask=live)
+    tl.store(sin_ptr + at + half, sin, mask=live)
+
+
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `layers.rope_tables`."""
+    half = len(frequencies)
+    cos, sin = frequencies.new_empty(2, len(positions), 1, 2 * half, dtype=dtype).unbind()
+    if len(positions) > 0:
+        _rope_kernel[(len(positions),)](
+            positions,
+            frequencies,
+            cos,
+            sin,
+            scale,
+            half,
+            BLOCK=triton.next_power_of_2(half),
+            num_warps=1,
+            **pdl.launch_options(positions),
+        )
+    return cos, sin

@@ -19,8 +19,8 @@ from nanospec import pdl
 MAX_ROWS = 16
 # Where outputs are a vocabulary, cuBLAS reads 4.4 TB/s of an H200's 4.8 already.
 MAX_OUTPUTS = 1 << 16
-# Tensor cores take eight rows. A lone row is multiplied without them, and sums stay where weights
-# arrive. Two or four rows can be too: scripts/bench_linear.py --search.
+# A lone row is multiplied without tensor cores, and sums stay where weights arrive. Two or four rows
+# can be too, which is no faster over all layers: scripts/bench_linear.py --search.
 _FMA_ROWS = 1
 _SHARED_MEMORY = 200 << 10  # bytes that the largest of the shapes below takes
 
@@ -46,14 +46,14 @@ def launch_shape(*, num_rows: int, outputs: int, inputs: int, num_sms: int) -> L
     """Choose a shape. Found on an H200 with the layers of Qwen3-8B, by scripts/bench_linear.py.
 
     Args:
-        num_rows: T, 1 to `MAX_ROWS`; all from 2 to 8 get the same, as do all from 9.
+        num_rows: T, 1 to `MAX_ROWS`; all from 2 on get the same.
         outputs: rows of the weights, a multiple of 16.
         inputs: a multiple of 128.
         num_sms: multiprocessors of the GPU.
     """
     if num_rows <= _FMA_ROWS:
         return _fma_shape(triton.next_power_of_2(num_rows), outputs, inputs, num_sms)
-    padded_rows = 8 if num_rows <= 8 else 16
+    padded_rows = 16  # with 8, which tensor cores take as well, all layers took longer
     # Programs run at once, so the multiprocessor that has to read most ends last. Of x each program
     # reads all rows.
     per_sm = {

@@ -180,4 +180,4 @@ def _tile(num_rows: int, row_bytes: int) -> tuple[int, int, int]:
         # Reading w2 is all that takes long: programs are small, for many to read at the same time.
         return 16, min(most, 128), 4
     # Every program reads all vectors: programs are large, for few to do so.
-    return min(most, 64), min(2 * most, 128), 8
+    return min(most, 64), min(2 * most, 128), 4

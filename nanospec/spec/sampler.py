@@ -110,9 +110,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def sample_at(logits: Tensor, rows: SamplingRows, index: Tensor, ahead: Tensor) -> Tensor:
     """Draw by `rows.at(index, ahead)`, which need not be gathered where logits alone decide."""
-    if rows.is_argmax:
-        return logits.argmax(dim=-1)
-    return sample(logits, rows.at(index, ahead))
+    return sample(logits, rows if rows.is_argmax else rows.at(index, ahead))
 
 
 def draw(probs: Tensor, rows: SamplingRows, stream: int) -> Tensor:
@@ -139,7 +137,7 @@ def draw_drafts(
         Tokens [N] int64, and the q they were drawn from, [N, V] fp32; None if all are greedy.
     """
     if roots.is_argmax:
-        return logits.argmax(dim=-1), None
+        return sample(logits, roots), None
     everyone = torch.arange(len(logits), device=logits.device)
     rows = roots.at(everyone, torch.full_like(everyone, depth))
     if rows.is_greedy:
@@ -168,9 +166,10 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _largest(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return the largest of `_usable` [N, V], the first one among equals, in one pass over it."""
-    if rows.is_argmax:
-        return logits.argmax(dim=-1)
+    # On a GPU max, of which the index is the first one too, takes a quarter less time than argmax.
     most, best = _without_stops(logits, rows).max(dim=-1)
+    if rows.is_argmax:
+        return best
     # Where every logit is -inf it is the first token that is not forbidden: one of the first U + 1.
     first = torch.arange(len(rows.stops) + 1, device=logits.device)
     is_limited = (rows.position < rows.min_position)[:, None, None]

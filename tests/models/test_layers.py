@@ -5,8 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec.config import ModelConfig
-from nanospec.models.layers import RotaryEmbedding, add_rms_norm, inverse_frequencies, swiglu
+from nanospec.config import ModelConfig, RopeConfig
+from nanospec.models.layers import (
+    RotaryEmbedding,
+    add_rms_norm,
+    inverse_frequencies,
+    rope_tables,
+    swiglu,
+)
 from tests.test_config import LLAMA
 
 SCALINGS: list[dict[str, Any]] = [
@@ -92,6 +98,24 @@ def test_the_norm_kernel_adds_and_normalises_as_the_reference(
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
     assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 96, 128])
+def test_the_rope_kernel_is_the_reference(
+    head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from nanospec.models import layers_triton
+
+    rope = RopeConfig(kind="default", theta=1e6, parameters={})
+    frequencies = inverse_frequencies(rope, head_dim)[0].to(device)
+    positions = torch.tensor([99, 0, 1, 40_959, 131_071, 1_000_000], device=device)[1:]
+    case = (positions, frequencies, 1.25, dtype)
+    want, got = rope_tables(*case), layers_triton.rope_tables(*case)
+    # Where a rounding to 16 bits turns, the last bit may differ.
+    tolerance = 1e-6 if dtype is torch.float32 else 4e-3
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert layers_triton.rope_tables(positions[:0], *case[1:])[0].shape == (0, 1, head_dim)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 2600)])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import bench_round
 import pytest
+from round_steps import STEPS, WAIT, step_times, timed_steps, work_of_forward
 from shapes import SHAPES, write_shapes
 from synthetic import SyntheticDSpark
 
@@ -33,6 +34,40 @@ def test_drafts_are_accepted_by_coin(
     want = sum(0.8**depth for depth in range(8))
     assert llm.stats.acceptance_length == pytest.approx(want, rel=0.12)
     assert llm.stats.acceptance_rates == sorted(llm.stats.acceptance_rates, reverse=True)
+
+
+@pytest.mark.parametrize("run_ahead", ["on", "off"])
+def test_every_step_of_a_round_is_timed_and_nothing_stays_patched(
+    qwen3: Path, tmp_path: Path, run_ahead: str
+) -> None:
+    draft = helpers.make_drafter(tmp_path / "drafter", qwen3)
+    llm = helpers.make_llm(qwen3, speculator="dspark", draft=str(draft), run_ahead=run_ahead)
+    want = helpers.token_ids(llm, helpers.random_prompts(3, seed=1), helpers.greedy(20))
+    before = llm.engine.step_stats.steps
+    with timed_steps(llm.engine) as spans:
+        got = helpers.token_ids(llm, helpers.random_prompts(3, seed=1), helpers.greedy(20))
+    assert got == want
+    rounds = llm.engine.step_stats.steps - before
+    assert {name for name, _, _ in spans} == {*STEPS, WAIT}
+    assert sum(name == "forward" for name, _, _ in spans) == rounds
+    times = step_times(spans, rounds)
+    assert all(times["host_ms"][name] > 0 for name in STEPS)
+    assert set(times["device_ms"].values()) == {0.0}  # there is none
+    seen = len(spans)
+    helpers.token_ids(llm, helpers.random_prompts(1, seed=1), helpers.greedy(5))
+    assert len(spans) == seen
+
+
+def test_a_forward_reads_weights_and_keys_once_and_multiplies_every_row(qwen3: Path) -> None:
+    llm = helpers.make_llm(qwen3)
+    decoder = llm.engine._ctx.runner._target  # type: ignore[attr-defined]
+    config = decoder.config
+    empty, _ = work_of_forward(decoder, 1, 1, 0)
+    full, one = work_of_forward(decoder, 1, 1, 10)
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert full - empty == 10 * per_token
+    assert empty == 4 * one / 2
+    assert work_of_forward(decoder, 3, 3, 10)[1] == 3 * one
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
