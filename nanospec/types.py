@@ -339,6 +339,7 @@ class Budget:
 
     total_drafts: int  # all requests together
     max_rows_per_request: int  # root included; 1 verifies no drafts, and none are proposed
+    max_requests: int | None = None  # that may have any; None: all
 
 
 @dataclass(frozen=True, slots=True)

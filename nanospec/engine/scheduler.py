@@ -108,8 +108,9 @@ class Scheduler:
     def reserve_drafts(self, requests: Sequence[Request], budget: Budget) -> list[Request]:
         """Fit each request's pages to its tokens and the drafts it may make next.
 
-        The budget is dealt out evenly. Drafts take free pages only, after all roots have theirs, or
-        they would be taken back before they are verified; pages beyond go back.
+        The budget is dealt out evenly; where not all may have some, to requests far apart. Drafts
+        take free pages only, after all roots have theirs, or they would be taken back before they
+        are verified; pages beyond go back.
 
         Returns:
             The requests that may make drafts; `max_drafts` says how many.
@@ -120,7 +121,11 @@ class Scheduler:
             if 0 < missing <= self.pages.num_free:
                 request.pages += self.pages.allocate(missing)
         most = budget.max_rows_per_request - 1
-        shares = deal([min(_num_useful(r), most) for r in going], budget.total_drafts)
+        wanted = [min(_num_useful(r), most) for r in going]
+        if budget.max_requests is not None:
+            chosen = set(_spread(len(going), budget.max_requests))
+            wanted = [each if index in chosen else 0 for index, each in enumerate(wanted)]
+        shares = deal(wanted, budget.total_drafts)
         for request, share in zip(going, shares, strict=True):
             slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
             request.max_drafts = max(min(share, slots - request.most_tokens), 0)
@@ -231,3 +236,9 @@ def _num_useful(request: Request) -> int:
     """Return how many drafts a request could still use: one more token than them is emitted."""
     left = request.max_len - request.fewest_tokens - 1
     return max(left, 0) if request.params.speculate else 0
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return numbers below a count, as far apart as so many can be."""
+    most = min(count, most)
+    return [index * count // most for index in range(most)]

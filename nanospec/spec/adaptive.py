@@ -21,6 +21,7 @@ from nanospec.spec.plan import common_origin, rows_in
 from nanospec.types import Budget, EngineView, Request
 
 PROBE_ROUNDS = 32  # while nothing is drafted, try again so often
+PROBE_REQUESTS = 16  # that are drafted for then
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,10 @@ class Costs(Policy):
 
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
     of its drafts. Where none pays, no more are made. As without drafts there would be no new
-    survivals, and 0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and whenever another
-    number of requests runs: drafts are made again, and the round after decides by what they
-    promise. Where survivals are learnt from outcomes, a probe verifies one draft of each request.
+    survivals, and 0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and when fewer requests
+    run than when drafting stopped: drafts are made for some requests, until what they promise is
+    known, and stands for all. Where survivals are learnt from outcomes, a probe verifies one draft
+    of each of them.
     """
 
     needs_survival = True
@@ -123,7 +125,7 @@ class Costs(Policy):
         self._copy: _Promised | None = None  # those of the last round, on their way here
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
         self._running_then: int | None = None
-        self._is_probe = False
+        self._is_probe = False  # whether some requests are drafted for, to find out
 
     def candidate_budget(self, view: EngineView, most: int) -> Budget:
         """See `Policy.candidate_budget`."""
@@ -131,10 +133,11 @@ class Costs(Policy):
             self._rounds_off += 1
             if self._running_then is None:
                 self._running_then = view.num_running
-            if view.num_running == self._running_then and self._rounds_off < PROBE_ROUNDS:
+            if view.num_running >= self._running_then and self._rounds_off < PROBE_ROUNDS:
                 return Budget(0, 1)
-            self._is_probe = True
-        self._rounds_off = None
+            self._rounds_off, self._copy, self._is_probe = None, None, True
+        if self._is_probe:
+            return Budget(PROBE_REQUESTS * most, 1 + most, max_requests=PROBE_REQUESTS)
         return Budget(view.num_running * most, 1 + most)
 
     def admit(self, requests: Sequence[Request], num_other_rows: int, room: int) -> Verdict:
@@ -142,18 +145,21 @@ class Costs(Policy):
         drafting = [request for request in requests if request.num_planned > 0]
         if not drafting:
             return self._verdict(requests, num_other_rows, share_out(requests, 0), 0)
+        is_decided = not self._is_probe or self._copy is not None  # by then promises are known
         if self._copy is not None:
             self._known |= self._copy.read()
         survival = planned_survival(requests)
         self._copy = _Promised(requests, survival)
         budget = min(self._choose(drafting, len(requests), num_other_rows), room)
-        if self._is_probe:
-            if self._learns and budget < len(drafting):
-                deal_out(requests, min(len(drafting), room))
-                budget = sum(request.num_planned for request in requests)
+        if not is_decided and self._learns and budget < len(drafting):
+            deal_out(requests, min(len(drafting), room))
+            budget = sum(request.num_planned for request in requests)
+        # No passing prompt stops drafting, and no minority that happens to have drafts.
+        is_zero = budget == 0 and 2 * len(drafting) >= len(requests)
+        if is_decided and (self._is_probe or is_zero):
             self._is_probe = False
-        elif budget == 0 and self._never_pays(drafting, len(requests)):
-            self._rounds_off, self._running_then = 0, None
+            if self._never_pays(drafting, len(requests)):
+                self._rounds_off, self._running_then = 0, None
         self._known = {each: own for each, own in self._known.items() if not each.is_finished}
         return self._verdict(
             requests, num_other_rows, share_out(requests, budget, survival), budget
@@ -168,9 +174,16 @@ class Costs(Policy):
         )
 
     def _never_pays(self, drafting: Sequence[Request], num_requests: int) -> bool:
-        """Whether a zero says that drafting should stop: no passing prompt, no minority is why."""
-        is_most = 2 * len(drafting) >= num_requests
-        return is_most and self._choose(drafting, num_requests, num_requests) == 0
+        """Whether no draft would pay, if all requests had drafts that promise as much as these."""
+        promised = [self._expected(request) for request in drafting]
+        everyone = [promised[index % len(promised)] for index in range(num_requests)]
+        budget = choose_budget(
+            np.concatenate(everyone),
+            self._table,
+            num_requests=num_requests,
+            num_other_rows=num_requests,
+        )
+        return budget == 0
 
     def _verdict(
         self, requests: Sequence[Request], num_other_rows: int, verdict: Verdict, budget: int

@@ -165,3 +165,19 @@ def test_a_budget_is_dealt_out_evenly_to_those_who_can_use_it() -> None:
     assert [request.max_drafts for request in requests] == [3, 0, 1, 2]
     own.reserve_drafts(requests, Budget(99, 1 + 5))
     assert [request.max_drafts for request in requests] == [5, 0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("most", "drafting"),
+    [(0, []), (1, [0]), (2, [0, 2]), (3, [0, 1, 3]), (5, [0, 1, 2, 3, 4]), (9, None)],
+)
+def test_a_budget_for_some_requests_goes_to_those_far_apart(
+    most: int, drafting: list[int] | None
+) -> None:
+    own, _ = scheduler(budget=64)
+    requests = add(own, 3, 3, 3, 3, 3)
+    run(own.schedule())
+    found = own.reserve_drafts(requests, Budget(99, 1 + 2, max_requests=most))
+    want = requests if drafting is None else [requests[index] for index in drafting]
+    assert found == want
+    assert [request.max_drafts for request in requests] == [2 * (r in want) for r in requests]

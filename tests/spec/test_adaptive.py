@@ -18,6 +18,7 @@ from nanospec.engine.engine import Engine
 from nanospec.errors import ConfigError
 from nanospec.spec import speculator as speculators
 from nanospec.spec.adaptive import (
+    PROBE_REQUESTS,
     PROBE_ROUNDS,
     Costs,
     Policy,
@@ -30,6 +31,7 @@ from nanospec.spec.adaptive import (
 from nanospec.spec.budget import CostTable
 from nanospec.spec.estimator import AcceptanceEstimator
 from nanospec.types import (
+    Budget,
     Capability,
     Draft,
     DraftRows,
@@ -208,6 +210,37 @@ def test_no_drafts_are_made_while_none_pay_and_some_again_when_the_load_changes(
     assert counts(policy, probe) == [0] * 4
     assert policy.candidate_budget(view(4), 7).max_rows_per_request == 1
     assert policy.candidate_budget(view(3), 7).max_rows_per_request == 8  # or when some are done
+
+
+@pytest.mark.parametrize("promise", [0.05, 0.9])
+def test_a_probe_drafts_for_some_until_their_promise_is_known_and_stands_for_all(
+    promise: float,
+) -> None:
+    """For 64 requests verifying 3 drafts each pays, if they hold; drafting costs half a round."""
+    table = CostTable(((64, 100.0), (256, 180.0), (1024, 700.0)), ((1, 5.0), (64, 50.0)), 0, {})
+    policy = Costs(table)
+    requests = requests_with(*[[0.01] * 3] * 64)
+    assert sum(counts(policy, requests)) > 0  # nothing is known of them
+    for request in requests:
+        request.max_drafts = 3
+    assert counts(policy, requests) == [0] * 64
+    found = [policy.candidate_budget(view(64 + i), 3) for i in range(PROBE_ROUNDS)]
+    assert [each.total_drafts for each in found[:-1]] == [0] * (
+        PROBE_ROUNDS - 1
+    )  # a rise is no news
+    sample = Budget(3 * PROBE_REQUESTS, 4, max_requests=PROBE_REQUESTS)
+    assert found[-1] == sample
+    for index, request in enumerate(requests):
+        request.draft = Draft([7] * 3, survival=[promise] * 3) if index % 4 == 0 else None
+        request.max_drafts = 3 if index % 4 == 0 else 0
+    counts(policy, requests)  # what the drafts promise is on its way
+    assert policy.candidate_budget(view(64), 3) == sample
+    for request in requests[::4]:
+        request.max_drafts = 3
+    counts(policy, requests)
+    assert policy.candidate_budget(view(64), 3) == (
+        Budget(64 * 3, 4) if promise > 0.5 else Budget(0, 1)
+    )
 
 
 def test_a_later_row_never_brings_an_earlier_one_in() -> None:
