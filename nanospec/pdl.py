@@ -6,7 +6,9 @@ nothing. Nothing else changes, as long as kernels keep to these rules:
 - A kernel launched so calls `wait` in every program, on every path, before it writes anything and
   before it reads anything but weights. When `wait` returns, the kernel before has ended and what it
   wrote can be seen; as that one had waited too, so has every kernel before it. A kernel launched
-  the usual way waits for all that came before it, as ever.
+  the usual way waits for all that came before it, as ever. Kernels of libraries may start early as
+  well (FlashInfer's do): they must not read, before they wait, what one of ours right before wrote.
+  The one before FlashInfer's attention is torch's, which stores keys.
 - Weights may be read before: only loading and training write them, and neither launches a kernel
   of ours right after.
 

@@ -139,7 +139,12 @@ class GraphRunner:
         return TargetOutput(self._logits[:count], batch.num_tokens)
 
     def _batch(self, tier: int, num_logits: int) -> ForwardBatch:
-        """Return the start of the buffers."""
+        """Return the start of the buffers.
+
+        What the host knows of a batch is not in it, as it differs from replay to replay: `max_rows`
+        is that of plans, chunks may be longer, and segments with words are not counted. Attention
+        that can be captured reads both on the device.
+        """
         segments = min(tier, self._limits.segments)
         return ForwardBatch(
             token_ids=self._token_ids[:tier],
@@ -178,8 +183,8 @@ def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int, num_draf
     # What a layer holds at once of each row: the residual stream, heads, both halves of the MLP.
     activations = limits.rows * (6 * width + 4 * model.intermediate_size)
     num_graphs = len(row_tiers(limits.rows)) + len(row_tiers(limits.logits))
-    if num_drafts > 0:  # for each way to draw
-        num_graphs += 3 * len(row_tiers(limits.segments))
+    if num_drafts > 0:  # for each way to draw and number of requests, half that of segments
+        num_graphs += 3 * len(row_tiers(max(limits.segments // 2, 1)))
     # Of a draft: logits in 16 bits, q twice in 32; and for one draft of each request at a time what
     # a filter sorts, which is as much as ten times q.
     drafts = num_drafts * vocab_size * (itemsize + 2 * 4 + 10 * 4 // max(limits.plan_rows - 1, 1))

@@ -40,7 +40,15 @@ class ModelRunner(Protocol):
     """Runs a batch through the target."""
 
     def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
-        """Return a batch of at least so many rows to be filled and run; None: make a new one."""
+        """Return a batch of at least so many rows to be filled and run; None: make a new one.
+
+        All of it is to be filled, but of page tables only what segments need. It is valid until the
+        next call.
+
+        Args:
+            num_rows: T.
+            num_logits: N, rows whose logits are wanted.
+        """
         ...
 
     def run(self, batch: ForwardBatch) -> TargetOutput:

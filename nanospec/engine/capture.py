@@ -60,8 +60,8 @@ def create_runner(
         return eager
     graphs, embedding = Graphs(), decoder.embed_tokens.weight
     started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-    runner = GraphRunner(decoder, eager, graphs, limits, embedding, scratch_slot)
     try:
+        runner = GraphRunner(decoder, eager, graphs, limits, embedding, scratch_slot)
         runner.capture()
         speculator.capture(graphs, limits)
     except torch.OutOfMemoryError as error:

@@ -85,6 +85,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.max_model_len,
             )
+            self.speculator.warm_up(config.max_num_seqs)
             torch.cuda.synchronize()
             logger.info("warmed up in %.1f s", time.perf_counter() - started)
         self.scheduler = self._ctx.scheduler
@@ -318,6 +319,13 @@ def _load(
         ) from error
     seconds = time.perf_counter() - started
     logger.info("loaded %s as %s on %s in %.1f s", folder, dtype, device, seconds)
+    if device.type == "cuda":
+        # Imported here: Triton takes long to import and a CPU needs none.
+        from nanospec.models.linear_triton import why_not
+
+        for name, weight in decoder.layers[0].named_parameters():
+            if weight.dim() == 2 and (reason := why_not(weight)):
+                logger.info("few rows times %s: by the library's kernels, as %s", name, reason)
     return decoder
 
 

@@ -4,7 +4,7 @@ The rows of a plan are packed on the device, where their counts live, and so are
 them; `packing_triton` is the fast version of `pack_reference`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -42,6 +42,16 @@ class Segments:
         return len(self.chunk_starts) - 1
 
 
+# See `ModelRunner.buffers`.
+Lend = Callable[[int, int], ForwardBatch | None]
+
+
+def lend_nothing(num_rows: int, num_logits: int) -> ForwardBatch | None:
+    """Let a new batch be made."""
+    del num_rows, num_logits
+    return None
+
+
 def pack(
     plan: VerifyPlan,
     requests: Sequence[Request],
@@ -51,7 +61,7 @@ def pack(
     scratch_slot: int,
     device: torch.device,
     ahead: Tensor | None = None,
-    buffers: ForwardBatch | None = None,
+    lend: Lend = lend_nothing,
 ) -> PackedStep:
     """Lay out chunks of prompts first, then the plan's rows; of these the logits are wanted.
 
@@ -65,20 +75,20 @@ def pack(
         device: where the tensors go.
         ahead: [R] int64, tokens of each request that the host does not know yet, but holds pages
             for.
-        buffers: a batch of at least so many rows and segments, whose tensors are to be overwritten;
-            what is not needed of them becomes padding. None: new ones that fit.
+        lend: gives a batch to be filled, for T rows of which N logits are wanted, whose rows and
+            segments that are not needed become padding; or None, for a new one that fits.
     """
     chunk_lens = [chunk.num_rows for chunk in chunks]
-    chunk_starts = [chunk.request.kv_len for chunk in chunks]
+    chunk_positions = [chunk.request.kv_len for chunk in chunks]
     tokens = [
         token
-        for chunk, start in zip(chunks, chunk_starts, strict=True)
+        for chunk, start in zip(chunks, chunk_positions, strict=True)
         for token in chunk.request.tokens[start : start + chunk.num_rows]
     ]
     starts = [len(request.tokens) - 1 for request in requests]
     tables = [chunk.request.pages for chunk in chunks] + [request.pages for request in requests]
     columns = (
-        (chunk_starts + starts, torch.int64),
+        (chunk_positions + starts, torch.int64),
         (padded_tables(tables), torch.int32),
         ([0, *accumulate(chunk_lens)], torch.int64),
         (tokens, torch.int64),
@@ -87,9 +97,12 @@ def pack(
     host_lens, counts = None, plan.row_counts
     if counts is not None and ahead is None:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        chunk_ends = [start + count for start, count in zip(chunk_starts, chunk_lens, strict=True)]
+        chunk_ends = [
+            start + count for start, count in zip(chunk_positions, chunk_lens, strict=True)
+        ]
         host_lens = (chunk_lens + counts, chunk_ends + ends)
     num_rows = len(tokens) + plan.num_tokens
+    buffers = lend(num_rows, plan.num_tokens)
     batch, rows = _pack(plan, segments, ahead, page_size, scratch_slot, buffers)
     if buffers is None:
         most = max([*chunk_lens, plan.max_rows])
@@ -105,6 +118,7 @@ def _pack(
     scratch_slot: int,
     buffers: ForwardBatch | None,
 ) -> tuple[ForwardBatch, PackedRows]:
+    """Pack into `buffers`, or where there are none into tensors that fit."""
     options = {"page_size": page_size, "scratch_slot": scratch_slot}
     if segments.starts.is_cuda:
         # Imported here: Triton takes long to import and a CPU needs none.

@@ -187,6 +187,9 @@ def pack(
     num_segments, width = segments.tables.shape
     batch = _new_batch(plan, segments) if buffers is None else buffers
     assert batch.page_tables.shape[1] >= width, "more pages than a request may have"
+    assert batch.num_reqs >= num_segments, "more segments than the buffers have"
+    assert batch.num_tokens >= len(segments.chunk_tokens) + plan.num_tokens, "more rows than that"
+    assert len(batch.logit_rows) == plan.num_tokens, "logits of all rows of the plan are wanted"
     device, num_reqs = segments.starts.device, plan.num_reqs
     columns = torch.empty((4, plan.num_tokens), dtype=torch.int64, device=device)
     offsets = torch.empty(num_reqs + 1, dtype=torch.int64, device=device)
@@ -239,7 +242,7 @@ def pack(
 
 
 def _new_batch(plan: VerifyPlan, segments: Segments) -> ForwardBatch:
-    """Return a batch that fits, to be filled; its page tables are right already."""
+    """Return a batch of S segments that fits, to be filled; its page tables are right already."""
     num_segments, num_rows = len(segments.starts), len(segments.chunk_tokens) + plan.num_tokens
     columns = segments.starts.new_empty(4, num_rows)
     token_ids, positions, slots, words = columns.unbind()

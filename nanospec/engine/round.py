@@ -38,7 +38,6 @@ from nanospec.spec.sampler import sampling_rows
 from nanospec.spec.speculator import Speculator
 from nanospec.types import (
     AcceptResult,
-    Budget,
     CommittedRows,
     Draft,
     FinishReason,
@@ -126,7 +125,6 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
             row_counts=None,
         )
     ahead = None if pending is None else pending.num_tokens
-    num_rows = num_other_rows - len(requests) + plan.num_tokens
     step = pack(  # where it goes
         plan,
         requests,
@@ -135,7 +133,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         scratch_slot=cache.scratch_slot,
         device=device,
         ahead=ahead,
-        buffers=ctx.runner.buffers(num_rows, plan.num_tokens),
+        lend=ctx.runner.buffers,
     )
     output = ctx.runner.run(step.batch)  # target forward
     roots = sampling_rows(requests, output.logits.shape[-1], device, ahead)
@@ -203,7 +201,9 @@ def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
 
 def _lasting(draft: Draft | None, ctx: RoundContext) -> Draft | None:
     """Return a draft as observers may see it: where rounds run ahead its q is overwritten."""
-    return replace(draft, probs=None) if ctx.runs_ahead and draft is not None else draft
+    if draft is None or not ctx.runs_ahead:
+        return draft
+    return replace(draft, probs=None, origin=None)
 
 
 def _needs_mask(request: Request) -> bool:
@@ -286,7 +286,7 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     return StepOutput(
         requests=flight.requests,
         drafts=flight.drafts,
-        plan=flight.plan,
+        plan=replace(flight.plan, probs=None) if ctx.runs_ahead else flight.plan,
         counts=[answer.num_rows for answer in answers],
         emitted=emitted,
         reasons=reasons,
@@ -341,7 +341,8 @@ def propose(ctx: RoundContext, flight: Flight) -> None:
     speculator, effective = ctx.speculator, ctx.speculator.effective
     budget = speculator.candidate_budget(ctx.scheduler.view())
     most = min(budget.max_rows_per_request, effective.max_rows)
-    going = ctx.scheduler.reserve_drafts(flight.requests, Budget(budget.total_drafts, most))
+    budget = replace(budget, max_rows_per_request=most)
+    going = ctx.scheduler.reserve_drafts(flight.requests, budget)
     if not going:
         return
     if ctx.runs_ahead:

@@ -128,7 +128,6 @@ def _launch(
         device=device,
     )
     chunks = [Segment(prompt, len(prompt.tokens)) for prompt in prompts]
-    num_rows = sum(chunk.num_rows for chunk in chunks) + plan.num_tokens
     step = pack(
         plan,
         requests,
@@ -136,7 +135,7 @@ def _launch(
         page_size=cache.page_size,
         scratch_slot=cache.scratch_slot,
         device=device,
-        buffers=ctx.runner.buffers(num_rows, plan.num_tokens),
+        lend=ctx.runner.buffers,
     )
     output = ctx.runner.run(step.batch)
     if requests:

@@ -103,5 +103,4 @@ class Decoder(nn.Module):
         """Return [.., V] for final hidden states [.., H]; or write to `out` [N, V] for [N, H]."""
         if out is not None:
             return torch.mm(hidden, self.lm_head.weight.T, out=out)
-        scores: Tensor = self.lm_head(hidden)
-        return scores
+        return F.linear(hidden, self.lm_head.weight)  # the library's, as above

@@ -332,8 +332,7 @@ class DSparkDrafter(nn.Module):
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return [.., V] for hidden states [.., H]."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return F.linear(hidden, self.lm_head.weight)
 
     def first_state(self, count: int) -> Tensor:
         """Return the Markov head's state [count, r] at the start of a block."""

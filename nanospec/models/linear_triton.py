@@ -19,8 +19,8 @@ from nanospec import pdl
 MAX_ROWS = 16
 # Where outputs are a vocabulary, cuBLAS reads 4.4 TB/s of an H200's 4.8 already.
 MAX_OUTPUTS = 1 << 16
-# A lone row is multiplied without tensor cores, and sums stay where weights arrive. Two or four rows
-# can be too, which is no faster over all layers: scripts/bench_linear.py --search.
+# A lone row is multiplied without tensor cores, and sums stay where weights arrive. So can two or
+# four rows, which is no faster over all layers: scripts/bench_linear.py --search.
 _FMA_ROWS = 1
 _SHARED_MEMORY = 200 << 10  # bytes that the largest of the shapes below takes
 
@@ -38,7 +38,7 @@ class LaunchShape:
     block_inputs: int
     num_warps: int
     num_stages: int  # tiles between asking for weights and needing them, plus one
-    overlaps: bool = True  # whether it starts before that, where the GPU can
+    overlaps: bool = True  # whether it starts before the kernel before has ended, where that works
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def launch_shape(*, num_rows: int, outputs: int, inputs: int, num_sms: int) -> L
         num_sms: multiprocessors of the GPU.
     """
     if num_rows <= _FMA_ROWS:
-        return _fma_shape(triton.next_power_of_2(num_rows), outputs, inputs, num_sms)
+        return _fma_shape(outputs, inputs, num_sms)
     padded_rows = 16  # with 8, which tensor cores take as well, all layers took longer
     # Programs run at once, so the multiprocessor that has to read most ends last. Of x each program
     # reads all rows.
@@ -74,16 +74,16 @@ def launch_shape(*, num_rows: int, outputs: int, inputs: int, num_sms: int) -> L
     )
 
 
-def _fma_shape(num_rows: int, outputs: int, inputs: int, num_sms: int) -> LaunchShape:
+def _fma_shape(outputs: int, inputs: int, num_sms: int) -> LaunchShape:
     # The sums of 8 x 1024 weights fill the registers of four warps, and a multiprocessor holds four
     # such programs. Where not all can run at once, half as large ones: more of them run together,
     # and the last ones leave the memory idle for less long.
     block_inputs = min(inputs & -inputs, 1024)
     run_at_once = outputs * block_inputs <= 4 * num_sms * 8192
-    size = (8192 if run_at_once else 4096) // num_rows
+    size = 8192 if run_at_once else 4096
     return LaunchShape(
         uses_dot=False,
-        padded_rows=num_rows,
+        padded_rows=_FMA_ROWS,
         block_outputs=max(2, min(outputs & -outputs, size // block_inputs)),
         block_inputs=block_inputs,
         num_warps=4,
@@ -196,20 +196,30 @@ def can_run(x: Tensor, weight: Tensor) -> bool:
 
     They have no gradients. On a CPU they run through Triton's interpreter, in tests.
     """
-    outputs, inputs = weight.shape
     return (
-        0 < x.numel() <= MAX_ROWS * inputs
-        and outputs <= MAX_OUTPUTS
-        and outputs % 16 == 0
-        and inputs % 128 == 0
+        0 < x.numel() <= MAX_ROWS * weight.shape[1]
         and x.dtype == weight.dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
         and x.is_contiguous()
-        and weight.is_contiguous()
         # Where a start were not aligned, Triton would compile kernels that load number by number.
-        and (x.data_ptr() | weight.data_ptr()) % 16 == 0
-        and _room(x.device)[1] >= _SHARED_MEMORY
+        and x.data_ptr() % 16 == 0
+        and not why_not(weight)
     )
+
+
+def why_not(weight: Tensor) -> str:
+    """Return why products with this weight [outputs, inputs] are never ours; empty if they are."""
+    outputs, inputs = weight.shape
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"weights are {weight.dtype}, not of 16 bits"
+    if outputs > MAX_OUTPUTS:
+        return f"{outputs} outputs are as many as a vocabulary has"
+    if outputs % 16 or inputs % 128:
+        return f"{outputs} outputs or {inputs} inputs are no multiples of 16 and 128"
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return "weights are not contiguous, or not aligned"
+    if _room(weight.device)[1] < _SHARED_MEMORY:
+        return f"a multiprocessor of this GPU shares less than {_SHARED_MEMORY >> 10} KiB"
+    return ""
 
 
 def linear(x: Tensor, weight: Tensor, shape: LaunchShape | None = None) -> Tensor:

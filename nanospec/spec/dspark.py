@@ -11,12 +11,13 @@ from nanospec.attention.backend import AttentionBackend
 from nanospec.attention.batch import ForwardBatch, padded_tables
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
+from nanospec.cudagraph.buckets import row_tiers
 from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.device import to_device, to_device_together
 from nanospec.errors import ConfigError
 from nanospec.models.dspark import REGIMES, DSparkConfig
 from nanospec.models.loader import load_drafter, resolve_model
-from nanospec.spec.dspark_graphs import BlockGraphs, Blocks
+from nanospec.spec.dspark_graphs import MODES, BlockGraphs, Blocks, blocks_of_nobody
 from nanospec.spec.sampler import draw_drafts, sampling_rows
 from nanospec.spec.speculator import Speculator, SpeculatorSetup
 from nanospec.types import Draft, DraftRows, Pending, PlanKind, Request, Resources
@@ -89,6 +90,13 @@ class DSparkSpeculator(Speculator):
         """See `Speculator.start`."""
         assert cache is not None and attention is not None, "a drafter has a cache"
         self._cache, self._attention = cache, attention
+        head = self._drafter.markov_head
+        if self.setup.device.type == "cuda" and head is not None and not head.can_fuse():
+            logger.info(
+                "greedy drafts are corrected step by step: markov_rank=%d is no power of two of at "
+                "least 16, or too large",
+                self._config.markov_rank,
+            )
 
     def capture(self, graphs: Graphs, limits: GraphLimits) -> None:
         """See `Speculator.capture`: a graph drafts for a number of requests."""
@@ -102,6 +110,14 @@ class DSparkSpeculator(Speculator):
             device=self.setup.device,
         )
         self._graphs.capture()
+
+    def warm_up(self, max_requests: int) -> None:
+        """See `Speculator.warm_up`. How attention is launched depends on the number of blocks."""
+        if self._graphs is None:
+            for count in row_tiers(max_requests):
+                for mode in MODES if count < 32 else ("greedy",):
+                    blocks = blocks_of_nobody(mode, count, self.setup.device)
+                    self._draft_blocks(blocks, self._width)
 
     def observe_rows(self, batch: ForwardBatch, features: Sequence[Tensor]) -> None:
         """Put the context of all rows into the cache, where the target's keys of them are."""
@@ -174,13 +190,14 @@ class DSparkSpeculator(Speculator):
         tokens = blocks.roots.new_empty(len(blocks.roots), 1 + width)  # the root, then the drafts
         tokens[:, 0] = blocks.roots
         state, probs = self._drafter.first_state(len(tokens)), []
+        shares_noise = blocks.shares_noise > 0
         for slot in range(width):
             known = (base[:, slot], hidden[:, slot], tokens[:, slot], state)
             if blocks.rows.is_argmax:
                 state = self._drafter.greedy_token(*known, out=tokens[:, 1 + slot])
                 continue
             logits, state = self._drafter.correct(*known)
-            tokens[:, 1 + slot], q = draw_drafts(logits, blocks.rows, slot, blocks.shares_noise > 0)
+            tokens[:, 1 + slot], q = draw_drafts(logits, blocks.rows, slot, shares_noise)
             if q is not None:
                 probs.append(q)
         confidences = self._drafter.confidences(hidden, tokens[:, :-1])

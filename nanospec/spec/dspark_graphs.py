@@ -30,9 +30,40 @@ class Blocks:
 MODES = {"greedy": (True, False), "sampled": (False, False), "filtered": (False, True)}
 
 # Columns of blocks, and of how they are drawn; the int64 ones lie in one buffer, those in fp32 too.
-_OF_BLOCKS = ("roots", "starts", "lengths", "regime", "shares_noise")
-_INTEGERS = ("top_k", "seed", "position", "min_position")
-_FLOATS = ("temperature", "top_p", "min_p")
+OF_BLOCKS = ("roots", "starts", "lengths", "regime", "shares_noise")
+INTEGERS = ("top_k", "seed", "position", "min_position")
+FLOATS = ("temperature", "top_p", "min_p")
+
+
+def blocks_of(mode: str, integers: Tensor, floats: Tensor, page_tables: Tensor) -> Blocks:
+    """Return blocks that are drawn in one of `MODES`.
+
+    Args:
+        mode: its name.
+        integers: [9, n] int64, `OF_BLOCKS` and `INTEGERS`.
+        floats: [3, n] fp32, `FLOATS`.
+        page_tables: [n, P] int32.
+    """
+    is_greedy, has_filters = MODES[mode]
+    of_blocks, of_rows = integers[: len(OF_BLOCKS)], integers[len(OF_BLOCKS) :]
+    stops = integers[0, :0]
+    rows = SamplingRows(
+        **dict(zip(INTEGERS, of_rows, strict=True)),
+        **dict(zip(FLOATS, floats, strict=True)),
+        stops=stops,
+        is_stop=stops.expand(len(page_tables), 0).bool(),
+        is_greedy=is_greedy,
+        has_filters=has_filters,
+    )
+    columns = dict(zip(OF_BLOCKS, of_blocks, strict=True))
+    return Blocks(**columns, page_tables=page_tables, rows=rows)
+
+
+def blocks_of_nobody(mode: str, count: int, device: torch.device) -> Blocks:
+    """Return n blocks that see no key and write to the scratch slot."""
+    integers = torch.zeros(len(OF_BLOCKS) + len(INTEGERS), count, dtype=torch.int64, device=device)
+    floats = torch.ones(len(FLOATS), count, device=device)
+    return blocks_of(mode, integers, floats, integers[:1].T.int())
 
 
 class BlockGraphs:
@@ -66,9 +97,9 @@ class BlockGraphs:
         self._graphs, self._draft, self._width = graphs, draft, width
         self._tiers = row_tiers(max_blocks)
 
-        count = len(_OF_BLOCKS) + len(_INTEGERS)
+        count = len(OF_BLOCKS) + len(INTEGERS)
         self._integers = torch.zeros(count, max_blocks, dtype=torch.int64, device=device)
-        self._floats = torch.ones(len(_FLOATS), max_blocks, device=device)
+        self._floats = torch.ones(len(FLOATS), max_blocks, device=device)
         self._tables = torch.zeros(max_blocks, max_pages, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_blocks, width, dtype=torch.int64, device=device)
         self._survival: Tensor | None = None
@@ -87,13 +118,13 @@ class BlockGraphs:
         mode = next(name for name, each in MODES.items() if each == flags)
         assert tier is not None, "more blocks than requests may run"
         rows = blocks.rows
-        integers = [getattr(blocks, name) for name in _OF_BLOCKS]
-        integers += [getattr(rows, name) for name in _INTEGERS]
+        integers = [getattr(blocks, name) for name in OF_BLOCKS]
+        integers += [getattr(rows, name) for name in INTEGERS]
         self._integers[:, :count].copy_(torch.stack(integers))
         if count < tier:
             self._integers[:, count:tier].zero_()  # blocks of nobody, which see no key
         if not rows.is_greedy:
-            floats = [getattr(rows, name) for name in _FLOATS]
+            floats = [getattr(rows, name) for name in FLOATS]
             self._floats[:, :count].copy_(torch.stack(floats))
         self._tables[:count, : blocks.page_tables.shape[1]].copy_(blocks.page_tables)
         self._graphs.replay(f"draft, {mode}", tier)
@@ -105,20 +136,8 @@ class BlockGraphs:
 
     def _run(self, mode: str, count: int) -> None:
         """Draft for what `run` has left; what is captured."""
-        is_greedy, has_filters = MODES[mode]
-        integers, floats = self._integers[:, :count], self._floats[:, :count]
-        of_blocks, of_rows = integers[: len(_OF_BLOCKS)], integers[len(_OF_BLOCKS) :]
-        stops = self._integers[0, :0]
-        rows = SamplingRows(
-            **dict(zip(_INTEGERS, of_rows, strict=True)),
-            **dict(zip(_FLOATS, floats, strict=True)),
-            stops=stops,
-            is_stop=stops.expand(count, 0).bool(),
-            is_greedy=is_greedy,
-            has_filters=has_filters,
-        )
-        columns = dict(zip(_OF_BLOCKS, of_blocks, strict=True))
-        blocks = Blocks(**columns, page_tables=self._tables[:count], rows=rows)
+        columns = self._integers[:, :count], self._floats[:, :count]
+        blocks = blocks_of(mode, *columns, self._tables[:count])
         found = self._draft(blocks, self._width)
         self._tokens[:count].copy_(found.tokens)
         if found.probs is not None:

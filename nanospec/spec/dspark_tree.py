@@ -10,8 +10,8 @@ from nanospec.cudagraph.buckets import row_tiers
 from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.params import GREEDY_TEMPERATURE
 from nanospec.spec.dspark import DSparkSpeculator
-from nanospec.spec.dspark_graphs import Blocks
-from nanospec.spec.sampler import SamplingRows, probabilities, sampling_rows
+from nanospec.spec.dspark_graphs import blocks_of_nobody
+from nanospec.spec.sampler import SamplingRows, probabilities
 from nanospec.types import Draft, Pending, PlanKind, Request, Resources
 
 
@@ -33,14 +33,13 @@ class DSparkTreeSpeculator(DSparkSpeculator):
         return Resources(PlanKind.TREE, 1 + self.max_draft_len, taps=taps)
 
     def capture(self, graphs: Graphs, limits: GraphLimits) -> None:
-        """See `Speculator.capture`: trees are grown eagerly, by kernels that are compiled here."""
-        del graphs
-        for count in row_tiers(self.setup.config.max_num_seqs):
-            zeros = torch.zeros(count, dtype=torch.int64, device=self.setup.device)
-            tables = zeros.new_zeros(count, limits.pages, dtype=torch.int32)
-            rows = sampling_rows([], self._config.layers.vocab_size, self.setup.device)
-            blocks = Blocks(zeros, zeros, zeros, tables, zeros, zeros, rows)
-            self._run_blocks(blocks, self._width)
+        """See `Speculator.capture`: trees are grown eagerly."""
+        return
+
+    def warm_up(self, max_requests: int) -> None:
+        """See `Speculator.warm_up`. How attention is launched depends on the number of blocks."""
+        for count in row_tiers(max_requests):
+            self._run_blocks(blocks_of_nobody("sampled", count, self.setup.device), self._width)
 
     def _usual_draft_len(self) -> int:
         return 2 * self._config.block_size + 2

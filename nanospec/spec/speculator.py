@@ -178,6 +178,16 @@ class Speculator(ABC):
         """
         return
 
+    def warm_up(self, max_requests: int) -> None:
+        """Run once whatever of drafting was not captured, so that no round waits for a compiler.
+
+        Called on a GPU, before there are requests; default: nothing.
+
+        Args:
+            max_requests: that may run at once.
+        """
+        return
+
     def admit_limit(self, view: EngineView) -> int | None:
         """Return how many requests may run, at least 1; None: as many as the engine allows."""
         del view

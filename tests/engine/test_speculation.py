@@ -455,6 +455,26 @@ def test_an_error_while_drafting_ahead_loses_nothing(
     assert engine.pages.num_free == engine.pages.num_pages
 
 
+# Found in review: drafts of a later round overwrite what a plan's q is a view of.
+@pytest.mark.parametrize("run_ahead", ["on", "off"])
+def test_observers_see_the_q_of_their_own_round_or_none(
+    qwen3: Path, register: Any, run_ahead: str
+) -> None:
+    options = options_of(qwen3, "dspark-ahead", register) | {"run_ahead": run_ahead}
+    llm = helpers.make_llm(qwen3, acceptance="rejection", **options)
+    seen: list[bool] = []
+
+    def observe(step: StepOutput) -> None:
+        drafts = [draft for draft in step.drafts if draft is not None]
+        own = [draft.probs is not None for draft in drafts]
+        own += [draft.origin is not None for draft in drafts]
+        seen.extend([*own, step.plan.probs is not None] if drafts else [])
+
+    llm.engine.observers.append(observe)
+    helpers.token_ids(llm, PROMPTS, helpers.greedy(20, temperature=0.9))
+    assert set(seen) == {run_ahead == "off"}
+
+
 def test_a_drafted_eos_that_is_rejected_ends_nothing(qwen3: Path, register: Any) -> None:
     class Eos(Speculator):
         def propose(self, requests: Any) -> Any:

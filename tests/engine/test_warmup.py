@@ -59,15 +59,17 @@ def compiled() -> set[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "trie", "dspark", "dspark-tree", "adaptive", "pair"])
+@pytest.mark.parametrize(
+    "kind", ["none", "trie", "dspark", "dspark-tree", "adaptive", "pair", "eager"]
+)
 def test_nothing_compiles_after_start_up(qwen3: Path, tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {"device": "cuda", "kv_cache_gib": 0.05, "max_num_seqs": 40}
     if kind in ("none", "trie"):
         options["speculator"] = kind
-    elif kind == "pair":  # in bfloat16, which has products of its own for a few rows
+    elif kind in ("pair", "eager"):  # in bfloat16, which has products of its own for a few rows
         qwen3 = EMBEDDED_PAIR / "target"
         options |= {"dtype": "bfloat16", "draft": str(EMBEDDED_PAIR / "drafter")}
-        options |= {"speculator": "dspark"}
+        options |= {"speculator": "dspark", "max_graph_rows": 0 if kind == "eager" else None}
     else:
         options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3, head_dim=16))
         options["speculator"] = "dspark" if kind == "adaptive" else kind
@@ -89,3 +91,18 @@ def test_nothing_compiles_after_start_up(qwen3: Path, tmp_path: Path, kind: str)
                 engine.add([rng.randrange(5, 300) for _ in range(rng.randint(1, 200))], params)
         engine.step()
     assert sorted(compiled() - before) == []
+
+
+@pytest.mark.parametrize("speculator", ["dspark", "dspark-tree"])
+def test_drafting_is_warmed_up_without_touching_a_live_page(
+    qwen3: Path, tmp_path: Path, speculator: str
+) -> None:
+    draft = str(helpers.make_drafter(tmp_path / "drafter", qwen3))
+    llm = helpers.make_llm(qwen3, speculator=speculator, draft=draft, page_size=4)
+    want = helpers.token_ids(llm, PROMPTS, helpers.greedy(12))
+    cache = llm.engine._ctx.caches[1]
+    before = cache.k[:, : cache.scratch_slot].clone()
+    with torch.inference_mode():
+        llm.engine.speculator.warm_up(5)
+    assert torch.equal(cache.k[:, : cache.scratch_slot], before)
+    assert helpers.token_ids(llm, PROMPTS, helpers.greedy(12)) == want
