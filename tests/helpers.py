@@ -348,7 +348,7 @@ class ScriptedRunner:
         self._script = torch.tensor(list(script))
         self._vocab_size = vocab_size
 
-    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+    def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """See `ModelRunner.buffers`."""
         return None
 

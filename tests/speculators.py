@@ -40,7 +40,7 @@ P, Q = table(1, 1.2), table(2, 1.0)
 class TableRunner:
     """A target that knows only the last token: logits are a row of a table."""
 
-    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+    def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """See `ModelRunner.buffers`."""
         return None
 

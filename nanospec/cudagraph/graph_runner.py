@@ -20,11 +20,16 @@ class GraphLimits:
     """What a batch may hold to be replayed, and what it is likely to."""
 
     rows: int  # the largest tier; 0: no graphs
-    segments: int
+    requests: int
     logits: int  # rows whose logits are wanted
     pages: int  # of a request
     plan_rows: int  # of a request's plan, for which attention is tuned
     has_words: bool  # whether there may be masked segments
+
+    @property
+    def segments(self) -> int:
+        """How many there may be: the root of a request comes apart from a chunk of its prompt."""
+        return 2 * self.requests
 
 
 class Graphs:
@@ -64,8 +69,9 @@ class Graphs:
 class GraphRunner:
     """See `ModelRunner`. Batches beyond the largest tier run eagerly.
 
-    A graph of n rows serves any mix of plain, verified and prompt rows, in up to n segments. Its
-    output is valid until the next run.
+    A graph of n rows serves any mix of plain, verified and prompt rows, in up to n segments; where
+    plans may have more rows, another one serves segments of one row each, whose attention is
+    launched otherwise. The output is valid until the next run.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class GraphRunner:
         self._graphs, self._limits = graphs, limits
         self._lent: ForwardBatch | None = None  # what is to be run next
         self._tiers, self._logit_tiers = row_tiers(limits.rows), row_tiers(limits.logits)
+        self._lone_tiers = lone_tiers(limits)
         rows, segments = limits.rows, min(limits.rows, limits.segments)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -115,14 +122,16 @@ class GraphRunner:
     def capture(self) -> None:
         """Capture every tier."""
         self._graphs.capture("forward", self._tiers, self._forward)
+        self._graphs.capture("forward, one row each", self._lone_tiers, self._forward_lone)
         self._graphs.capture("logits", self._logit_tiers, self._head)
 
-    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+    def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """See `ModelRunner.buffers`: what the graph of the smallest tier reads."""
         tier = tier_of(num_rows, self._tiers)
         if tier is None or tier_of(num_logits, self._logit_tiers) is None:
             return None
-        self._lent = self._batch(tier, num_logits)
+        is_lone = max_rows == 1 and tier in self._lone_tiers
+        self._lent = self._batch(tier, num_logits, 1 if is_lone else self._limits.plan_rows)
         return self._lent
 
     def run(self, batch: ForwardBatch) -> TargetOutput:
@@ -131,14 +140,16 @@ class GraphRunner:
             # Prompts, mostly. Whatever they are, attention is launched alike: none is compiled.
             return self._eager.run(replace(batch, max_rows=max(batch.max_rows, LONG_ROWS)))
         count = len(batch.logit_rows)
-        self._graphs.replay("forward", batch.num_tokens)
+        is_lone = batch.max_rows < self._limits.plan_rows
+        name = "forward, one row each" if is_lone else "forward"
+        self._graphs.replay(name, batch.num_tokens)
         if count > 0:
             tier = tier_of(count, self._logit_tiers)
             assert tier is not None, "buffers are lent within the tiers"
             self._graphs.replay("logits", tier)
         return TargetOutput(self._logits[:count], batch.num_tokens)
 
-    def _batch(self, tier: int, num_logits: int) -> ForwardBatch:
+    def _batch(self, tier: int, num_logits: int, max_rows: int) -> ForwardBatch:
         """Return the start of the buffers.
 
         What the host knows of a batch is not in it, as it differs from replay to replay: `max_rows`
@@ -154,17 +165,30 @@ class GraphRunner:
             kv_lens=self._kv_lens[:segments],
             page_tables=self._page_tables[:segments],
             logit_rows=self._logit_rows[:num_logits],
-            max_rows=self._limits.plan_rows,
+            max_rows=max_rows,
             words=None if self._words is None else self._words[:tier],
         )
 
     def _forward(self, tier: int) -> None:
         """Run the target on what the buffers hold; what is captured."""
-        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0)))
+        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0, self._limits.plan_rows)))
+
+    def _forward_lone(self, tier: int) -> None:
+        """Run it on segments of one row each; what is captured."""
+        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0, 1)))
 
     def _head(self, tier: int) -> None:
         """Map the wanted rows of what `_forward` has left to logits; what is captured."""
         self._target.logits(self._hidden[self._logit_rows[:tier]], out=self._logits[:tier])
+
+
+def lone_tiers(limits: GraphLimits) -> list[int]:
+    """Return the tiers that requests with one row each may need graphs of their own for."""
+    if limits.plan_rows == 1:
+        return []
+    tiers = row_tiers(limits.rows)
+    largest = tier_of(min(limits.requests, limits.rows), tiers)
+    return [tier for tier in tiers if largest is not None and tier <= largest]
 
 
 def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int, num_drafts: int) -> int:
@@ -183,8 +207,9 @@ def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int, num_draf
     # What a layer holds at once of each row: the residual stream, heads, both halves of the MLP.
     activations = limits.rows * (6 * width + 4 * model.intermediate_size)
     num_graphs = len(row_tiers(limits.rows)) + len(row_tiers(limits.logits))
-    if num_drafts > 0:  # for each way to draw and number of requests, half that of segments
-        num_graphs += 3 * len(row_tiers(max(limits.segments // 2, 1)))
+    num_graphs += len(lone_tiers(limits))
+    if num_drafts > 0:  # for each way to draw
+        num_graphs += 3 * len(row_tiers(limits.requests))
     # Of a draft: logits in 16 bits, q twice in 32; and for one draft of each request at a time what
     # a filter sorts, which is as much as ten times q.
     drafts = num_drafts * vocab_size * (itemsize + 2 * 4 + 10 * 4 // max(limits.plan_rows - 1, 1))

@@ -39,7 +39,7 @@ class TargetOutput:
 class ModelRunner(Protocol):
     """Runs a batch through the target."""
 
-    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+    def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """Return a batch of at least so many rows to be filled and run; None: make a new one.
 
         All of it is to be filled, but of page tables only what segments need. It is valid until the
@@ -48,6 +48,7 @@ class ModelRunner(Protocol):
         Args:
             num_rows: T.
             num_logits: N, rows whose logits are wanted.
+            max_rows: of one segment.
         """
         ...
 
@@ -79,9 +80,9 @@ class EagerRunner:
         self._taps = tuple(taps)
         self._observe = observe
 
-    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+    def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """See `ModelRunner.buffers`: there are none."""
-        del num_rows, num_logits
+        del num_rows, num_logits, max_rows
         return None
 
     def run(self, batch: ForwardBatch) -> TargetOutput:

@@ -43,12 +43,12 @@ class Segments:
 
 
 # See `ModelRunner.buffers`.
-Lend = Callable[[int, int], ForwardBatch | None]
+Lend = Callable[[int, int, int], ForwardBatch | None]
 
 
-def lend_nothing(num_rows: int, num_logits: int) -> ForwardBatch | None:
+def lend_nothing(num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
     """Let a new batch be made."""
-    del num_rows, num_logits
+    del num_rows, num_logits, max_rows
     return None
 
 
@@ -75,8 +75,9 @@ def pack(
         device: where the tensors go.
         ahead: [R] int64, tokens of each request that the host does not know yet, but holds pages
             for.
-        lend: gives a batch to be filled, for T rows of which N logits are wanted, whose rows and
-            segments that are not needed become padding; or None, for a new one that fits.
+        lend: gives a batch to be filled, for T rows of which N logits are wanted and most are of a
+            segment, whose rows and segments that are not needed become padding; or None, for a new
+            one that fits.
     """
     chunk_lens = [chunk.num_rows for chunk in chunks]
     chunk_positions = [chunk.request.kv_len for chunk in chunks]
@@ -102,10 +103,10 @@ def pack(
         ]
         host_lens = (chunk_lens + counts, chunk_ends + ends)
     num_rows = len(tokens) + plan.num_tokens
-    buffers = lend(num_rows, plan.num_tokens)
+    most = max([*chunk_lens, plan.max_rows])
+    buffers = lend(num_rows, plan.num_tokens, most)
     batch, rows = _pack(plan, segments, ahead, page_size, scratch_slot, buffers)
     if buffers is None:
-        most = max([*chunk_lens, plan.max_rows])
         batch = replace(batch, max_rows=most, num_masked=plan.num_masked, host_lens=host_lens)
     return PackedStep(batch, rows, num_rows)
 

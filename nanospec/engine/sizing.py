@@ -162,8 +162,7 @@ def graph_limits(
     rows = most if config.max_graph_rows is None else config.max_graph_rows
     return GraphLimits(
         rows=rows if takes_device_counts else 0,
-        # The root of a request comes apart from the last chunk of its prompt.
-        segments=2 * config.max_num_seqs,
+        requests=config.max_num_seqs,
         logits=min(rows, most),
         # A round in flight, the next and its drafts may all reach beyond the end.
         pages=-(-(max_model_len + 3 * resources.max_rows) // config.page_size),

@@ -62,7 +62,7 @@ class PaddedRunner:
     def __init__(self, eager: ModelRunner, scratch_slot: int):
         self._eager, self._scratch_slot = eager, scratch_slot
 
-    def buffers(self, num_rows: int, num_logits: int) -> ForwardBatch | None:
+    def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """See `ModelRunner.buffers`."""
         return None
 
