@@ -26,7 +26,7 @@ from tqdm import tqdm
 from nanospec import config as choices
 from nanospec.config import EngineConfig
 from nanospec.errors import ConfigError, NanospecError
-from nanospec.llm import LLM, output_of
+from nanospec.llm import LLM, old_objects_left_alone, output_of
 from nanospec.params import SamplingParams
 from nanospec.prompts import Conversation, finished_rows, read_prompts
 from nanospec.stats import Stats
@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
         # On a CPU more would wait for each other in so small a model.
         torch.set_num_threads(min(2, torch.get_num_threads()))
     llm = LLM(**engine_options)
-    with _tracing(args, llm):
+    with _tracing(args, llm), old_objects_left_alone():
         if args.prompts is None:
             return _answer(args, llm, params, todo[0])
         return _answer_file(args, llm, params, todo, rows)

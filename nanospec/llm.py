@@ -1,6 +1,8 @@
 """`LLM`: the offline API, shaped like vLLM's."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -168,13 +170,31 @@ class LLM:
             self.engine.check(prompt, own)
         requests = [self.engine.add(*pair) for pair in zip(prompts, params, strict=True)]
         try:
-            while not all(request.is_finished for request in requests):
-                self.engine.step()
-            self.engine.settle()
+            with old_objects_left_alone():
+                while not all(request.is_finished for request in requests):
+                    self.engine.step()
+                self.engine.settle()
         finally:  # an interruption leaves nothing running
             for request in requests:
                 self.engine.abort(request)
         return [output_of(request) for request in requests]
+
+
+@contextmanager
+def old_objects_left_alone() -> Iterator[None]:
+    """Keep Python's garbage collector from walking all there is: now and then 0.15 s, many rounds.
+
+    What is made meanwhile is collected as ever, and the rest afterwards, unless the caller has said
+    otherwise by a `gc.freeze` of its own.
+    """
+    if gc.get_freeze_count() > 0:
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def output_of(request: Request) -> RequestOutput:

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from nanospec import LLM, SamplingParams
 from nanospec.engine.engine import Engine
+from nanospec.llm import old_objects_left_alone
 from nanospec.spec.registry import SPECULATORS
 from nanospec.types import Request
 
@@ -165,6 +166,11 @@ def bench_mode(
 
 def bench_batch(engine: Engine, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Time requests that decode together."""
+    with old_objects_left_alone():
+        return _bench_batch(engine, args, batch)
+
+
+def _bench_batch(engine: Engine, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     vocab_size = engine.model_config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

@@ -1,5 +1,6 @@
 """The offline API: shapes of input and output, and errors before anything runs."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,22 @@ def test_a_model_without_tokenizer_takes_token_ids_only(qwen3: Path, tmp_path: P
         llm.generate("text", helpers.greedy(3))
     with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
         llm.generate([5, 6], helpers.greedy(3, stop="x"))
+
+
+# Found on a GPU: a full collection took 0.15 s, in which a dozen rounds could have been launched.
+def test_the_collector_leaves_alone_what_is_older_than_a_generation(llm: LLM) -> None:
+    frozen: list[int] = []
+
+    def observe(step: object) -> None:
+        frozen.append(gc.get_freeze_count())
+
+    llm.engine.observers.append(observe)
+    try:
+        llm.generate([5, 6, 7], helpers.greedy(4))
+        assert min(frozen) > 1000 and gc.get_freeze_count() == 0
+        gc.freeze()  # the caller's own
+        llm.generate([5, 6, 7], helpers.greedy(4))
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        llm.engine.observers.remove(observe)

@@ -16,33 +16,58 @@ from tests import helpers
 
 ROOT = Path(nanospec.__file__).parent
 REPLAYS = 50
+NUM_KERNELS = 10  # that may be launched early
+# What may be called before the wait, beside casts and loads of weights: it touches no memory.
+HELPERS = {"_weight_rows"}
+HARMLESS = HELPERS | {"tl.arange", "tl.program_id", "tl.num_programs", "tl.zeros", "tl.full"}
+HARMLESS |= {"tl.where", "tl.minimum", "tl.maximum"}
 
 
-def kernels() -> dict[str, ast.FunctionDef]:
-    """Return the kernels that may be launched early."""
-    return {
-        node.name: node
-        for path in ROOT.glob("*/*_triton.py")
+def functions() -> list[ast.FunctionDef]:
+    """Return all functions of files of kernels."""
+    return [
+        node
+        for path in sorted(ROOT.rglob("*_triton.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and "PDL" in [arg.arg for arg in node.args.args]
-    }
+        if isinstance(node, ast.FunctionDef)
+    ]
+
+
+def is_harmless(call: ast.Call) -> bool:
+    """Return whether a call may come before the wait."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
+        return True
+    if ast.unparse(call.func) != "tl.load":
+        return ast.unparse(call.func) in HARMLESS
+    names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)}
+    pointers = {name for name in names if "ptr" in name}
+    return bool(pointers) and all("weight" in name for name in pointers)
+
+
+def harmful_calls(step: ast.AST) -> list[str]:
+    """Return the calls of a step that may not come before the wait."""
+    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if not is_harmless(call)]
 
 
 def test_every_kernel_waits_on_every_path_and_reads_only_weights_before() -> None:
-    found = kernels()
-    assert len(found) >= 7
-    for name, kernel in found.items():
+    found = [each for each in functions() if "PDL" in [arg.arg for arg in each.args.args]]
+    assert len(found) == NUM_KERNELS
+    for kernel in found:
         steps = [ast.unparse(step) for step in kernel.body]
-        assert steps.count("pdl.wait(PDL)") == 1, f"{name} waits not at all, or in a branch"
+        assert steps.count("pdl.wait(PDL)") == 1, f"{kernel.name} waits not at all, or in a branch"
         for step in kernel.body[: steps.index("pdl.wait(PDL)")]:
-            for node in ast.walk(step):
-                assert not isinstance(node, ast.Return), f"{name} ends without waiting"
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load":
-                    assert "weight" in ast.unparse(node.args[0]), (
-                        f"{name} reads {ast.unparse(node)}"
-                    )
-                if isinstance(node, ast.Call):
-                    assert "store" not in ast.unparse(node.func), f"{name} writes before it waits"
+            assert not harmful_calls(step), f"{kernel.name} does this before it waits"
+            ends = any(isinstance(node, ast.Return) for node in ast.walk(step))
+            assert not ends, f"{kernel.name} ends without waiting"
+
+
+def test_helpers_called_before_the_wait_touch_no_memory() -> None:
+    found = [each for each in functions() if each.name in HELPERS]
+    assert {each.name for each in found} == HELPERS
+    for helper in found:
+        for step in helper.body:
+            assert not harmful_calls(step) and "tl.load" not in ast.unparse(step), helper.name
 
 
 def test_nothing_is_early_without_a_gpu() -> None:
@@ -78,11 +103,13 @@ def capture(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 13])
+@pytest.mark.parametrize("rows", [1, 8, 13, 17, 64])
+@torch.inference_mode()
 def test_a_chain_of_products_reads_what_was_just_written(
     rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanospec.models import layers_triton, linear_triton
+    """Beyond 16 rows kernels of cuBLAS stand between ours."""
+    from nanospec.models import layers, layers_triton, linear_triton
 
     def random(*shape: int) -> Tensor:
         return (torch.randn(shape, device=device) / shape[-1] ** 0.5).bfloat16()
@@ -90,33 +117,36 @@ def test_a_chain_of_products_reads_what_was_just_written(
     first, second, third = random(4096, 4096), random(24576, 4096), random(4096, 12288)
     norm, x = random(4096) * 64, random(rows, 4096)
     inputs = [random(rows, 4096) * 64 for _ in range(REPLAYS)]
+    assert linear_triton.can_run(x, first) == (rows <= 16)
 
     def chain() -> list[Tensor]:
         found = []
         stream, delta = x, None
         for _ in range(3):
             stream, normed = layers_triton.add_rms_norm(stream, delta, norm, 1e-6)
-            once = linear_triton.linear(normed, first)
-            fused = linear_triton.linear_swiglu(once, second)
-            unfused = layers_triton.swiglu(linear_triton.linear(once, second))
-            delta = linear_triton.linear(fused, third)
+            once = layers.linear(normed, first)
+            fused = layers.linear_swiglu(once, second)
+            unfused = layers_triton.swiglu(layers.linear(once, second))
+            delta = layers.linear(fused, third)
             found += [stream, normed, once, fused, unfused, delta]
         return found
 
-    graph, got = capture(chain)
+    early, got = capture(chain)
+    one_after_another(monkeypatch)
+    late, want = capture(chain)
     for each in inputs:
         x.copy_(each)
-        graph.replay()
-        early = [part.clone() for part in got]
-        with monkeypatch.context() as patch:
-            one_after_another(patch)
-            want = chain()
-        for mine, its in zip(early, want, strict=True):
-            torch.testing.assert_close(mine, its, rtol=0, atol=0)
+        early.replay()
+        late.replay()
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lens", [([1], [300]), ([8, 3], [700, 40])], ids=str)
+@pytest.mark.parametrize(
+    "lens",
+    [([1], [300]), ([8, 3], [700, 40]), ([17], [300]), ([61, 3], [700, 40])],
+    ids=str,
+)
 @torch.inference_mode()
 def test_a_decoder_reads_what_was_just_written(
     lens: tuple[list[int], list[int]], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -152,15 +182,15 @@ def test_a_decoder_reads_what_was_just_written(
         attention.begin(batch)
         return decoder(batch.token_ids, batch.positions, attention)[0]
 
-    graph, got = capture(forward)
+    early, got = capture(forward)
+    one_after_another(monkeypatch)
+    late, want = capture(forward)
     for _ in range(REPLAYS):
         batch.token_ids.random_(config.vocab_size)
-        graph.replay()
-        early = got.clone(), cache.k.clone()
-        with monkeypatch.context() as patch:
-            one_after_another(patch)
-            want = forward()
-        torch.testing.assert_close(early, (want, cache.k), rtol=0, atol=0)
+        early.replay()
+        found = got, cache.k.clone(), cache.v.clone()
+        late.replay()
+        torch.testing.assert_close(found, (want, cache.k, cache.v), rtol=0, atol=0)
 
 
 def decoder_config() -> ModelConfig:

@@ -1,13 +1,13 @@
 """Running the target on a batch: from packed rows to logits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from nanospec.attention.backend import AttentionBackend
-from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.batch import LONG_ROWS, ForwardBatch
 
 
 class Target(Protocol):
@@ -74,7 +74,19 @@ class EagerRunner:
         attention: AttentionBackend,
         taps: Sequence[int] = (),
         observe: Observe = ignore_rows,
+        plan_rows: int = 1,
     ):
+        """Take what to call.
+
+        Args:
+            target: a decoder.
+            attention: of its cache.
+            taps: layers whose residual stream is observed.
+            observe: sees rows and taps.
+            plan_rows: of a request's plan at most. Attention is launched for so many rows of each
+                segment, or where there are more, for a prompt's: no length has a kernel of its own.
+        """
+        self._plan_rows = plan_rows
         self._target = target
         self._attention = attention
         self._taps = tuple(taps)
@@ -87,7 +99,9 @@ class EagerRunner:
 
     def run(self, batch: ForwardBatch) -> TargetOutput:
         """See `ModelRunner.run`."""
-        hidden = self.hidden(batch)
+        is_short = batch.max_rows <= self._plan_rows
+        most = self._plan_rows if is_short else max(batch.max_rows, LONG_ROWS)
+        hidden = self.hidden(replace(batch, max_rows=most))
         logits = self._target.logits(hidden[batch.logit_rows])
         return TargetOutput(logits, tier=batch.num_tokens)
 

@@ -46,7 +46,9 @@ def create_runner(
         ConfigError: graphs do not fit beside the KV cache.
     """
     resources, device = speculator.effective, decoder.device
-    eager = EagerRunner(decoder, attention, resources.taps, speculator.observe_rows)
+    eager = EagerRunner(
+        decoder, attention, resources.taps, speculator.observe_rows, resources.max_rows
+    )
     lacking = [each.reason for each in capabilities if not each.takes_device_counts]
     limits = graph_limits(
         config,

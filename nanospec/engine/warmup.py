@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from nanospec.engine.answer import sum_up
-from nanospec.engine.packing import pack
+from nanospec.engine.packing import Lend, lend_nothing, pack
 from nanospec.engine.round import RoundContext, move_accepted
 from nanospec.params import SamplingParams
 from nanospec.spec.accept import accept
@@ -57,19 +57,37 @@ def warm_up(
                         request.draft, request.max_drafts = draft, width
                     _launch(ctx, resources, vocab_size, [request, _request(ctx, params, 2, 0)])
     _launch(ctx, resources, vocab_size, [_request(ctx, KINDS[0], 2, 0)])  # of one row
+    if ctx.runner.buffers(1, 1, 1) is None:
+        _launch_loads(ctx, resources, vocab_size, max_num_seqs)
     length = min(max_model_len, max_rows)
     lengths = [length] * (max_rows // length) + [max_rows % length]
     prompts = [_request(ctx, KINDS[0], own, 0) for own in lengths[:max_num_seqs] if own > 0]
-    _launch(ctx, resources, vocab_size, [], prompts)
+    # Some batches run eagerly, whatever the largest tier is.
+    _launch(ctx, resources, vocab_size, [], prompts, lend=lend_nothing)
     if resources.kind > PlanKind.CHAIN and resources.max_rows > 2:  # beside one, a tree
         request = _request(ctx, KINDS[0], 2, 2)
         request.draft = Draft([0, 0], [0, 0])
         request.max_drafts = 2
-        _launch(ctx, resources, vocab_size, [request], prompts[:-1])
+        _launch(ctx, resources, vocab_size, [request], prompts[:-1], lend=lend_nothing)
     width, device = max(resources.max_rows - 1, 1), ctx.caches[0].k.device
     survival = torch.rand(max_num_seqs, width, device=device)
     count = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
     admit(survival, torch.ones_like(survival).long(), count, count[0])
+
+
+def _launch_loads(
+    ctx: RoundContext, resources: Resources, vocab_size: int, max_num_seqs: int
+) -> None:
+    """Launch rounds of few and many requests: without graphs attention depends on that, too."""
+    width = resources.max_rows - 1
+    for count in sorted({min(1 << power, max_num_seqs) for power in range(9)}):
+        for kind in range(resources.kind + 1):
+            for drafting in {1, count} if width > 0 else {0}:
+                requests = [_request(ctx, KINDS[0], 2, width) for _ in range(count)]
+                for request in requests[count - drafting :]:
+                    request.draft = _draft(width, PlanKind(kind), vocab_size, ctx, has_probs=False)
+                    request.max_drafts = width
+                _launch(ctx, resources, vocab_size, requests)
 
 
 def _request(
@@ -114,6 +132,7 @@ def _launch(
     vocab_size: int,
     requests: list[Request],
     prompts: Sequence[Request] = (),
+    lend: Lend | None = None,
 ) -> None:
     """Do on the device what a round does."""
     cache = ctx.caches[0]
@@ -135,7 +154,7 @@ def _launch(
         page_size=cache.page_size,
         scratch_slot=cache.scratch_slot,
         device=device,
-        lend=ctx.runner.buffers,
+        lend=lend or ctx.runner.buffers,
     )
     output = ctx.runner.run(step.batch)
     if requests:

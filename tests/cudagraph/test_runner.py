@@ -35,4 +35,6 @@ def test_logits_of_wanted_rows_and_features_of_taps(qwen3: Path) -> None:
     assert plain.logits.shape == (1, helpers.VOCAB_SIZE) and plain.tier == 3
     assert torch.equal(tapped.logits, plain.logits)
     ((observed, features),) = seen
-    assert observed is batch and [tuple(each.shape) for each in features] == [(3, 48)] * 2
+    assert (
+        observed.slots is batch.slots and [tuple(each.shape) for each in features] == [(3, 48)] * 2
+    )

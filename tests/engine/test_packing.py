@@ -76,18 +76,26 @@ def test_rows_that_the_host_reserved_but_the_device_does_not_use_go_to_scratch()
     assert step.rows.offsets.tolist() == step.batch.qo_indptr.tolist() == [0, 2]
 
 
-def random_plan(seed: int) -> tuple[VerifyPlan, Segments]:
-    """Return a plan of chains, trees and lookahead rows, and its segments beside some chunks."""
+def random_plan(
+    seed: int, num_reqs: int | None = None, *, is_chain: bool = False
+) -> tuple[VerifyPlan, Segments]:
+    """Return a plan and its segments beside some chunks, of which there are some without requests.
+
+    Args:
+        seed: of all that follows.
+        num_reqs: R; None: a few.
+        is_chain: whether drafts are chains alone, or also trees and lookahead rows.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def below(high: int) -> int:
         return int(torch.randint(high, (1,), generator=generator))
 
     requests = []
-    for index in range(1 + below(5)):
+    for index in range(1 + below(5) if num_reqs is None else num_reqs):
         size = below(12) if seed % 7 else 63
         tokens = [below(100) for _ in range(size)]
-        kind = below(3 if seed % 2 else 2)
+        kind = 0 if is_chain else below(3 if seed % 2 else 2)
         parents = [below(row) for row in range(1, size + 1)] if kind else None
         positions = visibility = None
         if kind == 2:
@@ -98,9 +106,10 @@ def random_plan(seed: int) -> tuple[VerifyPlan, Segments]:
         request = drafting([below(100) for _ in range(1 + below(20))], [], draft if size else None)
         request.request_id = index
         requests.append(request)
-    lens = [1 + below(300 if seed % 3 else 9) for _ in range(below(4))]
+    lens = [1 + below(300 if seed % 3 else 9) for _ in range(below(4) + (not requests))]
     starts = [below(30) for _ in lens] + [len(request.tokens) - 1 for request in requests]
-    pages = [torch.randperm(400, generator=generator) for _ in starts]
+    width = 400 if num_reqs is None else 40  # of pages of 16 tokens fewer will do
+    pages = [torch.randperm(400, generator=generator)[:width] for _ in starts]
     segments = Segments(
         starts=torch.tensor(starts),
         tables=torch.stack(pages).int(),
@@ -110,7 +119,9 @@ def random_plan(seed: int) -> tuple[VerifyPlan, Segments]:
     return plan_of(requests), segments
 
 
-def new_buffers(num_rows: int, num_segments: int, width: int, num_logits: int) -> ForwardBatch:
+def new_buffers(
+    num_rows: int, num_segments: int, width: int, num_logits: int, *, has_words: bool
+) -> ForwardBatch:
     """Return buffers that are full of what earlier rounds may have left."""
 
     def integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -126,7 +137,7 @@ def new_buffers(num_rows: int, num_segments: int, width: int, num_logits: int) -
         page_tables=integers(num_segments, width, dtype=torch.int32),
         logit_rows=integers(num_logits),
         max_rows=1,
-        words=words,
+        words=words if has_words else None,
     )
 
 
@@ -145,18 +156,75 @@ def moved(values: Any, device: torch.device) -> Any:
 def test_pack_kernel_matches_the_reference(
     seed: int, page_size: int, padding: tuple[int, int] | None, device: torch.device
 ) -> None:
-    from nanospec.engine import packing_triton
-
     plan, segments = random_plan(seed)
     ahead = torch.arange(plan.num_reqs) + 1 if seed % 3 == 1 else None
-    if seed % 4 == 1:  # the device uses fewer rows than the host reserved
-        plan = dataclasses.replace(plan, num_rows=(plan.num_rows + 1) // 2, row_counts=None)
+    if seed % 4 == 1:
+        plan = with_fewer_rows(plan)
+    check_parity(plan, segments, ahead, page_size, padding, device)
+
+
+@pytest.mark.parametrize("has_words", [False, True])
+@pytest.mark.parametrize("padding", [None, (0, 0), (300, 150)])
+@pytest.mark.parametrize("seed", range(4))
+def test_pack_kernel_matches_the_reference_without_requests(
+    seed: int, padding: tuple[int, int] | None, has_words: bool, device: torch.device
+) -> None:
+    plan, segments = random_plan(seed, 0)
+    assert plan.num_reqs == plan.num_tokens == 0 and segments.num_chunks > 0
+    ahead = torch.arange(0) if seed % 2 else None
+    check_parity(plan, segments, ahead, 16, padding, device, has_words=has_words)
+
+
+@pytest.mark.parametrize("kind", ["mask", "chain", "chain of fewer rows"])
+@pytest.mark.parametrize("padding", [None, (300, 150)])
+def test_pack_kernel_matches_the_reference_with_many_requests(
+    kind: str, padding: tuple[int, int] | None, device: torch.device
+) -> None:
+    """Requests, rows and segments of padding are more than the kernel takes at once."""
+    is_chain = "chain" in kind
+    plan, segments = random_plan(1, 200, is_chain=is_chain)
+    assert (plan.kind is PlanKind.CHAIN) == is_chain and segments.num_chunks > 0
+    ahead = None if kind == "chain" else torch.arange(plan.num_reqs) % 9
+    if "fewer" in kind:
+        plan = with_fewer_rows(plan)
+    check_parity(plan, segments, ahead, 16, padding, device, has_words=not is_chain)
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (37, 5)])
+@pytest.mark.parametrize("seed", range(6))
+def test_pack_kernel_matches_the_reference_in_buffers_without_words(
+    seed: int, padding: tuple[int, int], device: torch.device
+) -> None:
+    plan, segments = random_plan(seed, is_chain=True)
+    plan = with_fewer_rows(plan) if seed % 2 else plan
+    check_parity(plan, segments, None, 4, padding, device, has_words=False)
+
+
+def with_fewer_rows(plan: VerifyPlan) -> VerifyPlan:
+    """Return a plan of which the device uses fewer rows than the host reserved."""
+    return dataclasses.replace(plan, num_rows=(plan.num_rows + 1) // 2, row_counts=None)
+
+
+def check_parity(
+    plan: VerifyPlan,
+    segments: Segments,
+    ahead: torch.Tensor | None,
+    page_size: int,
+    padding: tuple[int, int] | None,
+    device: torch.device,
+    *,
+    has_words: bool = True,
+) -> None:
+    """Compare the kernel with the reference; padding is rows and segments, None: no buffers."""
+    from nanospec.engine import packing_triton
+
     options = {"page_size": page_size, "scratch_slot": 999}
     want, want_rows = pack_reference(plan, segments, ahead, **options)
     buffers = None
     if padding is not None:
         sizes = want.num_tokens + padding[0], want.num_reqs + padding[1]
-        filled = new_buffers(*sizes, segments.tables.shape[1] + 3, plan.num_tokens)
+        width = segments.tables.shape[1] + 3
+        filled = new_buffers(*sizes, width, plan.num_tokens, has_words=has_words)
         buffers = moved(filled, device)
         fill_buffers(filled, want, 999)
         want = filled
@@ -170,6 +238,7 @@ def test_pack_kernel_matches_the_reference(
     for mine, theirs in ((got, want), (rows, want_rows)):
         for field in dataclasses.fields(theirs):
             one, other = getattr(mine, field.name), getattr(theirs, field.name)
+            assert (one is None) == (other is None), field.name
             if isinstance(other, torch.Tensor):
                 if field.name == "page_tables":  # what is behind those that are needed is anything
                     one, other = (

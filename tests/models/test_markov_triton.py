@@ -10,6 +10,7 @@ from torch import Tensor
 from nanospec.models.dspark import DSparkConfig, DSparkDrafter
 from nanospec.models.layers import Linear
 from tests import helpers
+from tests.test_pdl import REPLAYS, capture, one_after_another
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden" / "A"
 INF = float("inf")
@@ -240,3 +241,45 @@ def test_a_real_head_on_a_gpu(count: int) -> None:
         assert bool((logits.gather(1, got[:, None])[:, 0] >= most - slack).all())
         num_equal += int((got == token).sum())
     assert num_equal > 0.7 * tokens[:, 1:].numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("count", [1, 8, 64])
+@torch.inference_mode()
+def test_each_slot_reads_the_token_that_the_slot_before_has_just_got(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as from kernels of which none starts before the one before has ended."""
+    device, slots, vocab_size = torch.device("cuda", 0), 7, 151936
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("needs compute capability 9")
+    shape = {"vocab_size": vocab_size, "rank": 256, "width": 64}
+    drafter = make_drafter(kind, device, dtype=torch.bfloat16, **shape)
+    assert drafter.markov_head is not None and drafter.markov_head.can_fuse()
+    generator = torch.Generator(device).manual_seed(count)
+    base = torch.empty(count, slots, vocab_size, dtype=torch.bfloat16, device=device)
+    base.normal_(std=0.3, generator=generator)
+    hidden = torch.empty(count, slots, 64, dtype=torch.bfloat16, device=device)
+    hidden.normal_(generator=generator)
+    tokens = torch.zeros(count, 1 + slots, dtype=torch.int64, device=device)
+
+    def chain() -> None:
+        state = drafter.first_state(count)
+        for slot in range(slots):
+            known = (base[:, slot], hidden[:, slot], tokens[:, slot], state)
+            state = drafter.greedy_token(*known, out=tokens[:, 1 + slot])
+
+    early, _ = capture(chain)
+    one_after_another(monkeypatch)
+    late, _ = capture(chain)
+    last = set()
+    for _ in range(REPLAYS):
+        # Not the roots alone: whoever reads a token too early reads one that makes a difference.
+        tokens.random_(vocab_size, generator=generator)
+        early.replay()
+        got = tokens.tolist()
+        late.replay()
+        assert got == tokens.tolist()
+        last.update(row[-1] for row in got)
+    assert len(last) > REPLAYS // 2
