@@ -152,11 +152,11 @@ def moved(values: Any, device: torch.device) -> Any:
 
 @pytest.mark.parametrize("padding", [None, (0, 0), (37, 5)])
 @pytest.mark.parametrize("seed", range(14))
-@pytest.mark.parametrize("page_size", [1, 16])
 def test_pack_kernel_matches_the_reference(
-    seed: int, page_size: int, padding: tuple[int, int] | None, device: torch.device
+    seed: int, padding: tuple[int, int] | None, device: torch.device
 ) -> None:
     plan, segments = random_plan(seed)
+    page_size = (16, 1, 16)[seed % 3]
     ahead = torch.arange(plan.num_reqs) + 1 if seed % 3 == 1 else None
     if seed % 4 == 1:
         plan = with_fewer_rows(plan)
@@ -175,14 +175,16 @@ def test_pack_kernel_matches_the_reference_without_requests(
     check_parity(plan, segments, ahead, 16, padding, device, has_words=has_words)
 
 
-@pytest.mark.parametrize("kind", ["mask", "chain", "chain of fewer rows"])
-@pytest.mark.parametrize("padding", [None, (300, 150)])
+@pytest.mark.parametrize(
+    ("kind", "padding"),
+    [("mask", (300, 150)), ("chain", None), ("chain of fewer rows", (300, 150))],
+)
 def test_pack_kernel_matches_the_reference_with_many_requests(
     kind: str, padding: tuple[int, int] | None, device: torch.device
 ) -> None:
     """Requests, rows and segments of padding are more than the kernel takes at once."""
     is_chain = "chain" in kind
-    plan, segments = random_plan(1, 200, is_chain=is_chain)
+    plan, segments = random_plan(1, 137, is_chain=is_chain)
     assert (plan.kind is PlanKind.CHAIN) == is_chain and segments.num_chunks > 0
     ahead = None if kind == "chain" else torch.arange(plan.num_reqs) % 9
     if "fewer" in kind:

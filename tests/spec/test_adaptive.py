@@ -438,18 +438,32 @@ ADAPTIVE = ["schedule:[[1,9,2]]", "threshold:0.3", "auto"]
 SPECULATORS = ["ngram", "trie", "draft", "dspark", "dspark-ahead", "dspark-tree"]
 
 
+JOBS = [  # greedy, drawn like the target draws, and judged by rejection
+    (prompt, helpers.greedy(24, **sampling))
+    for sampling in ({}, {"temperature": 0.9, "seed": 7}, {"temperature": 0.9})
+    for prompt in PROMPTS
+]
+
+
+@pytest.fixture(scope="module")
+def plainly(qwen3: Path) -> tuple[LLM, list[list[int]]]:
+    """An engine without drafts, and what it makes of the jobs."""
+    plain = helpers.make_llm(qwen3)
+    prompts, params = zip(*JOBS, strict=True)
+    return plain, helpers.token_ids(plain, list(prompts), list(params))
+
+
 @pytest.mark.parametrize("adaptive", ADAPTIVE)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 def test_arrivals_aborts_and_preemptions_never_mix_requests_up(
-    qwen3: Path, tmp_path: Path, speculator: str, adaptive: str, monkeypatch: pytest.MonkeyPatch
+    qwen3: Path,
+    tmp_path: Path,
+    plainly: tuple[LLM, list[list[int]]],
+    speculator: str,
+    adaptive: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    jobs = [  # greedy, drawn like the target draws, and judged by rejection
-        (prompt, helpers.greedy(24, **sampling))
-        for sampling in ({}, {"temperature": 0.9, "seed": 7}, {"temperature": 0.9})
-        for prompt in PROMPTS
-    ]
-    plain = helpers.make_llm(qwen3)
-    want = helpers.token_ids(plain, [prompt for prompt, _ in jobs], [params for _, params in jobs])
+    (plain, want), jobs = plainly, JOBS
     options: dict[str, Any] = {"speculator": speculator.removesuffix("-ahead")}
     if speculator == "draft":
         options["draft"] = str(qwen3)
