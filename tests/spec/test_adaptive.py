@@ -16,6 +16,7 @@ from nanospec.attention.torch_backend import TorchAttention
 from nanospec.config import EngineConfig, parse_adaptive
 from nanospec.engine.engine import Engine
 from nanospec.errors import ConfigError
+from nanospec.spec import adaptive as adaptive_module
 from nanospec.spec import speculator as speculators
 from nanospec.spec.adaptive import (
     PROBE_REQUESTS,
@@ -497,6 +498,49 @@ def test_arrivals_aborts_and_preemptions_never_mix_requests_up(
     assert engine.pages.num_free == engine.pages.num_pages
     assert engine.scheduler.num_preemptions > 0
     assert 0 < engine.stats.verified < engine.stats.drafted
+
+
+@pytest.mark.parametrize("speculator", ["ngram", "dspark", "dspark-ahead", "dspark-tree"])
+def test_a_probe_of_some_requests_changes_no_output_and_goes_on_or_ends(
+    qwen3: Path,
+    tmp_path: Path,
+    plainly: tuple[LLM, list[list[int]]],
+    speculator: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests come and go; a round with few rows is cheap, so that drafting comes back."""
+    monkeypatch.setattr(adaptive_module, "PROBE_REQUESTS", 2)
+    monkeypatch.setattr(adaptive_module, "PROBE_ROUNDS", 4)
+    (plain, want), rng = plainly, random.Random(speculator)
+    table = CostTable(((3, 10.0), (4, 40.0), (60, 4000.0)), ((1, 0.5), (4, 2.0)), 0, {})
+    options: dict[str, Any] = {"speculator": speculator.removesuffix("-ahead"), "max_num_seqs": 4}
+    if "dspark" in speculator:
+        taught = [prompt + own for (prompt, _), own in zip(JOBS, want, strict=True)]
+        options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3, taught=taught))
+    costs = table_for(plain, tmp_path / "costs.json", table, monkeypatch)
+    options |= {"adaptive": "auto", "cost_table": str(costs)}
+    options |= {"run_ahead": "on" if "ahead" in speculator else "off"}
+    engine = helpers.make_llm(qwen3, **options).engine
+    drafting: Counter[tuple[int, int]] = Counter()  # of so many requests so many: rounds
+
+    def observe(step: StepOutput) -> None:
+        drafting[len(step.requests), sum(draft is not None for draft in step.drafts)] += 1
+
+    engine.observers.append(observe)
+    left, done = list(range(len(JOBS))), {}
+    while left or engine.has_work:
+        is_last = len(left) == 1  # which comes when it is alone
+        if left and (not engine.has_work if is_last else rng.random() < 0.2):
+            job = left.pop()
+            done[engine.add(*JOBS[job])] = job
+        engine.step()
+    for request, job in done.items():
+        assert request.num_output == 24
+        if request.shares_noise:
+            assert request.output_token_ids == want[job]
+    assert sum(drafting[4, own] for own in (1, 2)) > 1  # probes
+    assert drafting[4, 0] > drafting[4, 2]  # which do not pay
+    assert drafting[1, 1] > 2 and engine.pages.num_free == engine.pages.num_pages
 
 
 def test_an_estimator_learns_what_is_accepted() -> None:
