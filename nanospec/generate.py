@@ -8,6 +8,7 @@ stderr and exit code 2.
 """
 
 import argparse
+import gc
 import io
 import json
 import logging
@@ -186,6 +187,7 @@ def _run(args: argparse.Namespace) -> int:
         # On a CPU more would wait for each other in so small a model.
         torch.set_num_threads(min(2, torch.get_num_threads()))
     llm = LLM(**engine_options)
+    gc.collect()  # what loading has left
     with _tracing(args, llm), old_objects_left_alone():
         if args.prompts is None:
             return _answer(args, llm, params, todo[0])

@@ -12,6 +12,7 @@ from nanospec.config import ModelConfig
 from nanospec.cudagraph.buckets import row_tiers, tier_of
 from nanospec.cudagraph.runner import EagerRunner, Target, TargetOutput
 
+_ANY, _LONE = "forward", "forward, one row each"  # names of graphs
 _GRAPH_BYTES = 8 * 2**20  # of one graph's nodes, about, for a decoder of 36 layers
 
 
@@ -96,6 +97,7 @@ class GraphRunner:
         self._target, self._eager = target, eager
         self._graphs, self._limits = graphs, limits
         self._lent: ForwardBatch | None = None  # what is to be run next
+        self._lent_to = _ANY  # by which graphs
         self._tiers, self._logit_tiers = row_tiers(limits.rows), row_tiers(limits.logits)
         self._lone_tiers = lone_tiers(limits)
         rows, segments = limits.rows, min(limits.rows, limits.segments)
@@ -121,8 +123,8 @@ class GraphRunner:
 
     def capture(self) -> None:
         """Capture every tier."""
-        self._graphs.capture("forward", self._tiers, self._forward)
-        self._graphs.capture("forward, one row each", self._lone_tiers, self._forward_lone)
+        self._graphs.capture(_ANY, self._tiers, self._forward)
+        self._graphs.capture(_LONE, self._lone_tiers, self._forward_lone)
         self._graphs.capture("logits", self._logit_tiers, self._head)
 
     def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
@@ -131,6 +133,7 @@ class GraphRunner:
         if tier is None or tier_of(num_logits, self._logit_tiers) is None:
             return None
         is_lone = max_rows == 1 and tier in self._lone_tiers
+        self._lent_to = _LONE if is_lone else _ANY
         self._lent = self._batch(tier, num_logits, 1 if is_lone else self._limits.plan_rows)
         return self._lent
 
@@ -140,9 +143,7 @@ class GraphRunner:
             # Prompts, mostly. Whatever they are, attention is launched alike: none is compiled.
             return self._eager.run(replace(batch, max_rows=max(batch.max_rows, LONG_ROWS)))
         count = len(batch.logit_rows)
-        is_lone = batch.max_rows < self._limits.plan_rows
-        name = "forward, one row each" if is_lone else "forward"
-        self._graphs.replay(name, batch.num_tokens)
+        self._graphs.replay(self._lent_to, batch.num_tokens)
         if count > 0:
             tier = tier_of(count, self._logit_tiers)
             assert tier is not None, "buffers are lent within the tiers"

@@ -123,7 +123,8 @@ class Scheduler:
         most = budget.max_rows_per_request - 1
         wanted = [min(_num_useful(r), most) for r in going]
         if budget.max_requests is not None:
-            chosen = set(_spread(len(going), budget.max_requests))
+            able = [index for index, each in enumerate(wanted) if each > 0]
+            chosen = {able[place] for place in _spread(len(able), budget.max_requests)}
             wanted = [each if index in chosen else 0 for index, each in enumerate(wanted)]
         shares = deal(wanted, budget.total_drafts)
         for request, share in zip(going, shares, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from nanospec.cudagraph.buckets import row_tiers
 from nanospec.engine.answer import sum_up
 from nanospec.engine.packing import Lend, lend_nothing, pack
 from nanospec.engine.round import RoundContext, move_accepted
@@ -58,7 +59,7 @@ def warm_up(
                     _launch(ctx, resources, vocab_size, [request, _request(ctx, params, 2, 0)])
     _launch(ctx, resources, vocab_size, [_request(ctx, KINDS[0], 2, 0)])  # of one row
     if ctx.runner.buffers(1, 1, 1) is None:
-        _launch_loads(ctx, resources, vocab_size, max_num_seqs)
+        _launch_loads(ctx, resources, vocab_size, max_num_seqs, max_rows)
     length = min(max_model_len, max_rows)
     lengths = [length] * (max_rows // length) + [max_rows % length]
     prompts = [_request(ctx, KINDS[0], own, 0) for own in lengths[:max_num_seqs] if own > 0]
@@ -76,13 +77,14 @@ def warm_up(
 
 
 def _launch_loads(
-    ctx: RoundContext, resources: Resources, vocab_size: int, max_num_seqs: int
+    ctx: RoundContext, resources: Resources, vocab_size: int, max_num_seqs: int, max_rows: int
 ) -> None:
     """Launch rounds of few and many requests: without graphs attention depends on that, too."""
     width = resources.max_rows - 1
-    for count in sorted({min(1 << power, max_num_seqs) for power in range(9)}):
+    for count in row_tiers(min(max_num_seqs, max_rows)):
+        most = 0 if width == 0 else min((max_rows - count) // width, count)
         for kind in range(resources.kind + 1):
-            for drafting in {1, count} if width > 0 else {0}:
+            for drafting in {min(1, most), most}:
                 requests = [_request(ctx, KINDS[0], 2, width) for _ in range(count)]
                 for request in requests[count - drafting :]:
                     request.draft = _draft(width, PlanKind(kind), vocab_size, ctx, has_probs=False)

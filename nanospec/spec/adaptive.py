@@ -110,10 +110,10 @@ class Costs(Policy):
 
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
     of its drafts. Where none pays, no more are made. As without drafts there would be no new
-    survivals, and 0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and when fewer requests
-    run than when drafting stopped: drafts are made for some requests, until what they promise is
-    known, and stands for all. Where survivals are learnt from outcomes, a probe verifies one draft
-    of each of them.
+    survivals, and 0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and when a tenth fewer
+    requests run than when drafting stopped: drafts are made, for some requests where a drafter
+    knows survivals itself, until what they promise is known, and stands for all. Where survivals
+    are learnt from outcomes, a probe verifies one draft of each request.
     """
 
     needs_survival = True
@@ -125,7 +125,7 @@ class Costs(Policy):
         self._copy: _Promised | None = None  # those of the last round, on their way here
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
         self._running_then: int | None = None
-        self._is_probe = False  # whether some requests are drafted for, to find out
+        self._is_probe = False  # whether drafts are made to find out whether they pay
 
     def candidate_budget(self, view: EngineView, most: int) -> Budget:
         """See `Policy.candidate_budget`."""
@@ -133,10 +133,13 @@ class Costs(Policy):
             self._rounds_off += 1
             if self._running_then is None:
                 self._running_then = view.num_running
-            if view.num_running >= self._running_then and self._rounds_off < PROBE_ROUNDS:
+            fewer = self._running_then - view.num_running
+            # Where others wait, they take the places of those that ended.
+            is_news = view.num_waiting == 0 and fewer >= max(self._running_then // 10, 1)
+            if not is_news and self._rounds_off < PROBE_ROUNDS:
                 return Budget(0, 1)
-            self._rounds_off, self._copy, self._is_probe = None, None, True
-        if self._is_probe:
+            self._rounds_off, self._is_probe = None, True
+        if self._is_probe and not self._learns:
             return Budget(PROBE_REQUESTS * most, 1 + most, max_requests=PROBE_REQUESTS)
         return Budget(view.num_running * most, 1 + most)
 
@@ -145,20 +148,23 @@ class Costs(Policy):
         drafting = [request for request in requests if request.num_planned > 0]
         if not drafting:
             return self._verdict(requests, num_other_rows, share_out(requests, 0), 0)
-        is_decided = not self._is_probe or self._copy is not None  # by then promises are known
         if self._copy is not None:
             self._known |= self._copy.read()
         survival = planned_survival(requests)
         self._copy = _Promised(requests, survival)
+        # A probe ends when it knows what some of its drafts promise, and by these alone.
+        told = [each for each in drafting if each in self._known] if self._is_probe else drafting
         budget = min(self._choose(drafting, len(requests), num_other_rows), room)
-        if not is_decided and self._learns and budget < len(drafting):
+        if not told and self._learns and budget < len(drafting):
             deal_out(requests, min(len(drafting), room))
             budget = sum(request.num_planned for request in requests)
         # No passing prompt stops drafting, and no minority that happens to have drafts.
         is_zero = budget == 0 and 2 * len(drafting) >= len(requests)
-        if is_decided and (self._is_probe or is_zero):
+        if told and (self._is_probe or is_zero):
             self._is_probe = False
-            if self._never_pays(drafting, len(requests)):
+            if self._never_pays(told, len(requests)):
+                # By the next probe what they promise will be another thing.
+                self._known, self._copy = {}, None
                 self._rounds_off, self._running_then = 0, None
         self._known = {each: own for each, own in self._known.items() if not each.is_finished}
         return self._verdict(
@@ -191,7 +197,10 @@ class Costs(Policy):
         """Add what the round should take: its rows and, unless drafting has stopped, its drafts."""
         cost = float(self._table.verify_us(np.array([num_other_rows + budget]))[0])
         if self._rounds_off is None:
-            cost += self._table.draft_us(max(len(requests), 1))
+            drafting = max(len(requests), 1)
+            if self._is_probe and not self._learns:
+                drafting = min(drafting, PROBE_REQUESTS)
+            cost += self._table.draft_us(drafting)
         return Verdict(verdict.counts, verdict.total, cost)
 
     def _expected(self, request: Request) -> np.ndarray:

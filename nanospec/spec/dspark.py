@@ -115,7 +115,7 @@ class DSparkSpeculator(Speculator):
         """See `Speculator.warm_up`. How attention is launched depends on the number of blocks."""
         if self._graphs is None:
             for count in row_tiers(max_requests):
-                for mode in MODES if count < 32 else ("greedy",):
+                for mode in MODES:
                     blocks = blocks_of_nobody(mode, count, self.setup.device)
                     self._draft_blocks(blocks, self._width)
 

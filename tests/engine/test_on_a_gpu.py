@@ -135,5 +135,6 @@ def test_speculation_parts_from_plain_decoding_at_near_ties_alone(
             best, second = plains[at].topk(2).values.tolist()
             apart = float((plains[at] - own[at]).abs().max())
             assert best - second < 4 * apart, (model, speculator, at, best - second, apart)
+        assert model != "pair" or parted <= len(prompts) / 10  # whose answers are sure
         print(f"{model}, {speculator}: {parted} of {len(prompts)} prompts part from plain decoding")
         del llm

@@ -156,7 +156,7 @@ def test_pack_kernel_matches_the_reference(
     seed: int, padding: tuple[int, int] | None, device: torch.device
 ) -> None:
     plan, segments = random_plan(seed)
-    page_size = (16, 1, 16)[seed % 3]
+    page_size = 1 if seed % 5 > 2 else 16
     ahead = torch.arange(plan.num_reqs) + 1 if seed % 3 == 1 else None
     if seed % 4 == 1:
         plan = with_fewer_rows(plan)

@@ -181,3 +181,13 @@ def test_a_budget_for_some_requests_goes_to_those_far_apart(
     want = requests if drafting is None else [requests[index] for index in drafting]
     assert found == want
     assert [request.max_drafts for request in requests] == [2 * (r in want) for r in requests]
+
+
+# Found in review: a probe's places went to requests that may not draft, and it never ended.
+def test_a_budget_for_some_requests_goes_to_those_who_can_use_it() -> None:
+    own, _ = scheduler(budget=64)
+    requests = add(own, 3, 3, 3, 3)
+    requests[0].params = requests[2].params = SamplingParams(speculate=False)
+    run(own.schedule())
+    assert own.reserve_drafts(requests, Budget(99, 3, max_requests=1)) == [requests[1]]
+    assert own.reserve_drafts(requests, Budget(99, 3, max_requests=2)) == [requests[1], requests[3]]

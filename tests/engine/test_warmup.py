@@ -10,7 +10,9 @@ import torch
 
 import nanospec
 from nanospec.config import EMBEDDED_PAIR
+from nanospec.engine import warmup
 from nanospec.engine.warmup import warm_up
+from nanospec.types import PlanKind, Request, Resources
 from tests import helpers
 
 PROMPTS = helpers.random_prompts(9, seed=4)
@@ -106,3 +108,30 @@ def test_drafting_is_warmed_up_without_touching_a_live_page(
         llm.engine.speculator.warm_up(5)
     assert torch.equal(cache.k[:, : cache.scratch_slot], before)
     assert helpers.token_ids(llm, PROMPTS, helpers.greedy(12)) == want
+
+
+# Found in review: powers of two had left out loads for which two programs share a sum.
+@pytest.mark.parametrize("plan_rows", [1, 8, 17])
+@pytest.mark.parametrize("heads", [(32, 8), (16, 2), (28, 4), (40, 8), (9, 3), (4, 2)])
+def test_without_graphs_all_ways_to_launch_attention_are_warmed_up(
+    heads: tuple[int, int], plan_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanospec.attention.paged_triton import LaunchShape, launch_shape
+
+    def shape(num_rows: int, num_reqs: int) -> LaunchShape:
+        sizes = {"num_rows": num_rows, "num_reqs": num_reqs, "max_rows": plan_rows}
+        return launch_shape(**sizes, num_heads=heads[0], num_kv_heads=heads[1], num_sms=132)
+
+    warmed = {shape(1, 1)}  # a launch of its own
+
+    def launch(ctx: Any, resources: Any, vocab_size: int, requests: list[Request]) -> None:
+        rows = sum(1 + request.num_planned for request in requests)
+        assert rows <= 2048
+        warmed.add(shape(rows, len(requests)))
+
+    monkeypatch.setattr(warmup, "_launch", launch)
+    ctx = helpers.make_context(helpers.ScriptedRunner([0]))
+    resources = Resources(PlanKind.CHAIN, plan_rows)
+    warmup._launch_loads(ctx, resources, 50, max_num_seqs=256, max_rows=2048)
+    loads = [(rows, reqs) for reqs in range(1, 257) for rows in range(reqs, reqs * plan_rows + 1)]
+    assert {shape(*load) for load in loads} == warmed

@@ -239,9 +239,35 @@ def test_a_probe_drafts_for_some_until_their_promise_is_known_and_stands_for_all
     for request in requests[::4]:
         request.max_drafts = 3
     counts(policy, requests)
-    assert policy.candidate_budget(view(64), 3) == (
-        Budget(64 * 3, 4) if promise > 0.5 else Budget(0, 1)
-    )
+    if promise < 0.5:
+        assert policy.candidate_budget(view(64), 3) == Budget(0, 1)
+        return
+    for _ in range(3):  # and it goes on, whatever was known of the others before
+        assert policy.candidate_budget(view(64), 3) == Budget(64 * 3, 4)
+        for request in requests:
+            request.draft, request.max_drafts = Draft([7] * 3, survival=[promise] * 3), 3
+        assert sum(counts(policy, requests)) > 100
+
+
+# Found in review: a request of which nothing was known counted as sure, and ended the probe.
+def test_a_probe_whose_requests_leave_goes_on_until_one_that_it_knows_drafts_again() -> None:
+    table = CostTable(((64, 100.0), (256, 180.0), (1024, 700.0)), ((1, 5.0), (64, 50.0)), 0, {})
+    policy, rng = Costs(table), random.Random(0)
+    live = requests_with(*[[0.01] * 3] * 64)
+    drafted = []
+    for _ in range(40 * PROBE_ROUNDS):
+        if rng.random() < 0.5:  # one ends, another comes
+            live.pop(rng.randrange(64))
+            live += requests_with([0.01] * 3)
+        budget = policy.candidate_budget(view(64), 3)
+        most = 64 if budget.max_requests is None else budget.max_requests
+        places = {index * 64 // most for index in range(most)} if budget.total_drafts else set()
+        for index, request in enumerate(live):
+            request.max_drafts = 3 if index in places else 0
+            request.draft = Draft([7] * 3, survival=[0.01] * 3) if index in places else None
+        counts(policy, live)
+        drafted.append(len(places))
+    assert drafted.count(64) < 5 and drafted.count(PROBE_REQUESTS) > 40
 
 
 def test_a_later_row_never_brings_an_earlier_one_in() -> None:
