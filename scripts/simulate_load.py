@@ -28,7 +28,7 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.spec.adaptive import Costs, Policy
-from nanospec.spec.budget import CostTable
+from nanospec.spec.budget import CostTable, spread
 from nanospec.text import TextStream
 from nanospec.types import Budget, DraftRows, EngineView, Request
 
@@ -130,7 +130,7 @@ def verified_counts(policy: Policy, requests: Sequence[Request]) -> list[int]:
 class Round:
     """What a simulated round did."""
 
-    drafted: bool  # whether drafts were made for it
+    drafted: int  # requests that drafts were made for
     verified: int  # drafts, of all requests
     tokens: int
     micros: float
@@ -184,18 +184,20 @@ class Simulation:
         self._running = [each for each in going + new if not each.request.is_finished]
         micros = float(self._table.verify_us(np.array([load + verified]))[0])
         if drafted:
-            micros += self._table.draft_us(len(going))
+            micros += self._table.draft_us(drafted)
         return Round(drafted, verified, tokens, micros)
 
-    def _draft(self, going: Sequence[_Running], load: int) -> bool:
-        """Make the drafts that the policy allows; return whether any were asked for."""
+    def _draft(self, going: Sequence[_Running], load: int) -> int:
+        """Make the drafts that the policy allows; return for how many requests."""
         view = EngineView(
             num_running=load, num_waiting=0, num_free_pages=0, page_size=16, num_draft_pages=0
         )
         budget = self._policy.candidate_budget(view, self._width)
         most = budget.max_rows_per_request - 1
         if most == 0 or budget.total_drafts == 0 or not going:
-            return False
+            return 0
+        places = spread(len(going), budget.max_requests or len(going))
+        going = [going[place] for place in places]
         share, rest = divmod(budget.total_drafts, len(going))
         lengths = [
             min(most, share + (index < rest), len(each.next.survival))
@@ -207,7 +209,7 @@ class Simulation:
         drafts = DraftRows(tokens, None, torch.tensor(survival)).drafts(lengths)
         for each, draft in zip(going, drafts, strict=True):
             each.request.draft, each.request.max_drafts = draft, len(draft)
-        return True
+        return len(going)
 
     def _arrival(self, *, anywhere: bool) -> _Running:
         rounds = self._recorded.requests[self._rng.integers(len(self._recorded.requests))]
@@ -245,7 +247,7 @@ def simulate(
         / sum(each.micros for each in done)
         * 1e6,
         verified=sum(each.verified for each in done) / (rounds * load),
-        drafting=sum(each.drafted for each in done) / rounds,
+        drafting=sum(each.drafted > 0 for each in done) / rounds,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nanospec.engine.pages import PageAllocator
 from nanospec.errors import ConfigError
-from nanospec.spec.budget import deal
+from nanospec.spec.budget import deal, spread
 from nanospec.types import Budget, EngineView, FinishReason, Request, Segment
 
 
@@ -124,7 +124,7 @@ class Scheduler:
         wanted = [min(_num_useful(r), most) for r in going]
         if budget.max_requests is not None:
             able = [index for index, each in enumerate(wanted) if each > 0]
-            chosen = {able[place] for place in _spread(len(able), budget.max_requests)}
+            chosen = {able[place] for place in spread(len(able), budget.max_requests)}
             wanted = [each if index in chosen else 0 for index, each in enumerate(wanted)]
         shares = deal(wanted, budget.total_drafts)
         for request, share in zip(going, shares, strict=True):
@@ -237,9 +237,3 @@ def _num_useful(request: Request) -> int:
     """Return how many drafts a request could still use: one more token than them is emitted."""
     left = request.max_len - request.fewest_tokens - 1
     return max(left, 0) if request.params.speculate else 0
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Return numbers below a count, as far apart as so many can be."""
-    most = min(count, most)
-    return [index * count // most for index in range(most)]

@@ -139,6 +139,12 @@ def deal(wanted: Sequence[int], total: int) -> list[int]:
     return shares
 
 
+def spread(count: int, most: int) -> list[int]:
+    """Return at most so many numbers below a count, as far apart as they can be."""
+    most = min(count, most)
+    return [index * count // most for index in range(most)]
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """How a budget was split over R requests, and where their rows are; all on the device."""

@@ -18,7 +18,7 @@ from nanospec.attention.batch import ForwardBatch
 from nanospec.cudagraph.buckets import pad_batch, tier_of
 from nanospec.cudagraph.runner import ModelRunner, TargetOutput
 from nanospec.errors import ConfigError
-from nanospec.spec.adaptive import PROBE_ROUNDS, Costs, Policy
+from nanospec.spec.adaptive import PROBE_REQUESTS, PROBE_ROUNDS, Costs, Policy
 from nanospec.spec.budget import CostTable
 from nanospec.trace import Tracer
 from nanospec.types import PlanKind, Request, StepOutput
@@ -235,7 +235,7 @@ def test_a_simulated_request_has_a_history_of_its_own() -> None:
 def test_drafting_is_charged_while_it_goes_on_and_only_then() -> None:
     simulation = Simulation(Recorded([[GOOD] * 500]), STEEP, Costs(STEEP), seed=0)
     done = [simulation.step(4) for _ in range(2 * PROBE_ROUNDS)]
-    drafted = [each.drafted for each in done]
+    drafted = [each.drafted > 0 for each in done]
     assert drafted[:3] == [False, True, False]  # all are new; nothing pays; nothing is made
     assert 2 <= sum(drafted) <= 5  # probes
     plain = float(STEEP.verify_us(np.array([4]))[0])
@@ -249,7 +249,7 @@ def test_speculation_comes_back_when_the_load_falls() -> None:
     table = CostTable(((16, 10.0), (17, 1e3), (999, 1e6)), ((1, 0.0),), 16, {})
     simulation = Simulation(Recorded([[GOOD] * 500, [BAD] * 500]), table, Costs(table), seed=0)
     high = [simulation.step(64) for _ in range(40)]
-    assert {each.verified for each in high} == {0} and sum(each.drafted for each in high) < 5
+    assert {each.verified for each in high} == {0} and sum(each.drafted > 0 for each in high) < 5
     low = [simulation.step(8) for _ in range(10)]
     assert low[0].drafted and {each.verified for each in low[1:]} == {8}
     assert sum(each.tokens for each in low) > 1.2 * 80
@@ -263,3 +263,12 @@ def test_the_crossover_is_where_a_policy_stays_behind() -> None:
     none, own = outcomes(1.0, 1.0, 1.0, 1.0), outcomes(2.0, 0.5, 1.5, 0.9)
     assert first_behind(own, none, [1, 2, 4, 8]) == 8
     assert first_behind(none, none, [1, 2, 4, 8]) is None
+
+
+def test_a_probe_of_some_requests_is_charged_for_these_alone() -> None:
+    table = CostTable(((64, 100.0), (999, 1e6)), ((1, 1.0), (64, 64.0)), 64, {})
+    simulation = Simulation(Recorded([[BAD] * 500]), table, Costs(table), seed=0)
+    done = [simulation.step(64) for _ in range(3 * PROBE_ROUNDS)]
+    probes = [each for each in done[3:] if each.drafted]
+    assert {each.drafted for each in probes} == {PROBE_REQUESTS} and len(probes) >= 4
+    assert {each.micros for each in probes} == {100.0 + PROBE_REQUESTS}
