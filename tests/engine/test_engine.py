@@ -41,22 +41,33 @@ def test_golden_greedy_tokens(case: str) -> None:
     assert helpers.token_ids(llm, prompts, helpers.greedy(20)) == want
 
 
+SHARED = helpers.random_prompts(1, seed=9)[0]
+TOGETHER = [*PROMPTS, SHARED, SHARED[:20], SHARED + PROMPTS[0][:5], SHARED]
+TOGETHER_PARAMS = [
+    helpers.greedy(15, temperature=0.8 * (i % 2), seed=i, top_p=0.9) for i in range(len(TOGETHER))
+]
+
+
+@pytest.fixture(scope="module")
+def alone(qwen3: Path) -> list[list[int]]:
+    """What each of these gives in an engine of its own."""
+    return [
+        helpers.token_ids(helpers.make_llm(qwen3), [prompt], [own])[0]
+        for prompt, own in zip(TOGETHER, TOGETHER_PARAMS, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("num_pages", [None, 60])  # 60 tokens' worth makes preemption certain
 def test_a_batch_gives_what_each_request_gives_alone(
-    qwen3: Path, page_size: int, prefix_caching: bool, num_pages: int | None
+    qwen3: Path,
+    alone: list[list[int]],
+    page_size: int,
+    prefix_caching: bool,
+    num_pages: int | None,
 ) -> None:
-    shared = helpers.random_prompts(1, seed=9)[0]
-    prompts = [*PROMPTS, shared, shared[:20], shared + PROMPTS[0][:5], shared]
-    params = [
-        helpers.greedy(15, temperature=0.8 * (i % 2), seed=i, top_p=0.9)
-        for i in range(len(prompts))
-    ]
-    alone = [
-        helpers.token_ids(helpers.make_llm(qwen3), [p], [own])[0]
-        for p, own in zip(prompts, params, strict=True)
-    ]
+    prompts, params = TOGETHER, TOGETHER_PARAMS
     llm = helpers.make_llm(
         qwen3,
         page_size=page_size,

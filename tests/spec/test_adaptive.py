@@ -468,7 +468,7 @@ SPECULATORS = ["ngram", "trie", "draft", "dspark", "dspark-ahead", "dspark-tree"
 JOBS = [  # greedy, drawn like the target draws, and judged by rejection
     (prompt, helpers.greedy(24, **sampling))
     for sampling in ({}, {"temperature": 0.9, "seed": 7}, {"temperature": 0.9})
-    for prompt in PROMPTS
+    for prompt in PROMPTS[1:]
 ]
 
 
