@@ -57,7 +57,7 @@ def alone(qwen3: Path) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 3, 16])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("num_pages", [None, 60])  # 60 tokens' worth makes preemption certain
 def test_a_batch_gives_what_each_request_gives_alone(

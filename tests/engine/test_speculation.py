@@ -111,7 +111,7 @@ def test_greedy_output_is_that_of_plain_decoding(
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_is_under_preemption_too(
     qwen3: Path, plain: Any, register: Any, name: str, prefix_caching: bool
 ) -> None:
