@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -123,8 +124,9 @@ class GraphRunner:
 
     def capture(self) -> None:
         """Capture every tier."""
-        self._graphs.capture(_ANY, self._tiers, self._forward)
-        self._graphs.capture(_LONE, self._lone_tiers, self._forward_lone)
+        of_plans, of_one = (partial(self._forward, rows) for rows in (self._limits.plan_rows, 1))
+        self._graphs.capture(_ANY, self._tiers, of_plans)
+        self._graphs.capture(_LONE, self._lone_tiers, of_one)
         self._graphs.capture("logits", self._logit_tiers, self._head)
 
     def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
@@ -170,13 +172,9 @@ class GraphRunner:
             words=None if self._words is None else self._words[:tier],
         )
 
-    def _forward(self, tier: int) -> None:
+    def _forward(self, max_rows: int, tier: int) -> None:
         """Run the target on what the buffers hold; what is captured."""
-        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0, self._limits.plan_rows)))
-
-    def _forward_lone(self, tier: int) -> None:
-        """Run it on segments of one row each; what is captured."""
-        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0, 1)))
+        self._hidden[:tier].copy_(self._eager.hidden(self._batch(tier, 0, max_rows)))
 
     def _head(self, tier: int) -> None:
         """Map the wanted rows of what `_forward` has left to logits; what is captured."""

@@ -46,12 +46,6 @@ class Segments:
 Lend = Callable[[int, int, int], ForwardBatch | None]
 
 
-def lend_nothing(num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
-    """Let a new batch be made."""
-    del num_rows, num_logits, max_rows
-    return None
-
-
 def pack(
     plan: VerifyPlan,
     requests: Sequence[Request],
@@ -61,7 +55,7 @@ def pack(
     scratch_slot: int,
     device: torch.device,
     ahead: Tensor | None = None,
-    lend: Lend = lend_nothing,
+    lend: Lend | None = None,
 ) -> PackedStep:
     """Lay out chunks of prompts first, then the plan's rows; of these the logits are wanted.
 
@@ -76,8 +70,8 @@ def pack(
         ahead: [R] int64, tokens of each request that the host does not know yet, but holds pages
             for.
         lend: gives a batch to be filled, for T rows of which N logits are wanted and most are of a
-            segment, whose rows and segments that are not needed become padding; or None, for a new
-            one that fits.
+            segment, whose rows and segments that are not needed become padding. Where it gives
+            None, or there is none, a new one is made that fits.
     """
     chunk_lens = [chunk.num_rows for chunk in chunks]
     chunk_positions = [chunk.request.kv_len for chunk in chunks]
@@ -104,7 +98,7 @@ def pack(
         host_lens = (chunk_lens + counts, chunk_ends + ends)
     num_rows = len(tokens) + plan.num_tokens
     most = max([*chunk_lens, plan.max_rows])
-    buffers = lend(num_rows, plan.num_tokens, most)
+    buffers = None if lend is None else lend(num_rows, plan.num_tokens, most)
     batch, rows = _pack(plan, segments, ahead, page_size, scratch_slot, buffers)
     if buffers is None:
         batch = replace(batch, max_rows=most, num_masked=plan.num_masked, host_lens=host_lens)

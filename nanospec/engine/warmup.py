@@ -11,7 +11,7 @@ import torch
 
 from nanospec.cudagraph.buckets import row_tiers
 from nanospec.engine.answer import sum_up
-from nanospec.engine.packing import Lend, lend_nothing, pack
+from nanospec.engine.packing import pack
 from nanospec.engine.round import RoundContext, move_accepted
 from nanospec.params import SamplingParams
 from nanospec.spec.accept import accept
@@ -64,12 +64,12 @@ def warm_up(
     lengths = [length] * (max_rows // length) + [max_rows % length]
     prompts = [_request(ctx, KINDS[0], own, 0) for own in lengths[:max_num_seqs] if own > 0]
     # Some batches run eagerly, whatever the largest tier is.
-    _launch(ctx, resources, vocab_size, [], prompts, lend=lend_nothing)
+    _launch(ctx, resources, vocab_size, [], prompts, is_eager=True)
     if resources.kind > PlanKind.CHAIN and resources.max_rows > 2:  # beside one, a tree
         request = _request(ctx, KINDS[0], 2, 2)
         request.draft = Draft([0, 0], [0, 0])
         request.max_drafts = 2
-        _launch(ctx, resources, vocab_size, [request], prompts[:-1], lend=lend_nothing)
+        _launch(ctx, resources, vocab_size, [request], prompts[:-1], is_eager=True)
     width, device = max(resources.max_rows - 1, 1), ctx.caches[0].k.device
     survival = torch.rand(max_num_seqs, width, device=device)
     count = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
@@ -134,7 +134,8 @@ def _launch(
     vocab_size: int,
     requests: list[Request],
     prompts: Sequence[Request] = (),
-    lend: Lend | None = None,
+    *,
+    is_eager: bool = False,
 ) -> None:
     """Do on the device what a round does."""
     cache = ctx.caches[0]
@@ -156,7 +157,7 @@ def _launch(
         page_size=cache.page_size,
         scratch_slot=cache.scratch_slot,
         device=device,
-        lend=lend or ctx.runner.buffers,
+        lend=None if is_eager else ctx.runner.buffers,
     )
     output = ctx.runner.run(step.batch)
     if requests:

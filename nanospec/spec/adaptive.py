@@ -127,6 +127,10 @@ class Costs(Policy):
         self._running_then: int | None = None
         self._is_probe = False  # whether drafts are made to find out whether they pay
 
+    @property
+    def _drafts_for_some(self) -> bool:
+        return self._is_probe and not self._learns
+
     def candidate_budget(self, view: EngineView, most: int) -> Budget:
         """See `Policy.candidate_budget`."""
         if self._rounds_off is not None:
@@ -139,7 +143,7 @@ class Costs(Policy):
             if not is_news and self._rounds_off < PROBE_ROUNDS:
                 return Budget(0, 1)
             self._rounds_off, self._is_probe = None, True
-        if self._is_probe and not self._learns:
+        if self._drafts_for_some:
             return Budget(PROBE_REQUESTS * most, 1 + most, max_requests=PROBE_REQUESTS)
         return Budget(view.num_running * most, 1 + most)
 
@@ -181,15 +185,8 @@ class Costs(Policy):
 
     def _never_pays(self, drafting: Sequence[Request], num_requests: int) -> bool:
         """Whether no draft would pay, if all requests had drafts that promise as much as these."""
-        promised = [self._expected(request) for request in drafting]
-        everyone = [promised[index % len(promised)] for index in range(num_requests)]
-        budget = choose_budget(
-            np.concatenate(everyone),
-            self._table,
-            num_requests=num_requests,
-            num_other_rows=num_requests,
-        )
-        return budget == 0
+        everyone = [drafting[index % len(drafting)] for index in range(num_requests)]
+        return self._choose(everyone, num_requests, num_requests) == 0
 
     def _verdict(
         self, requests: Sequence[Request], num_other_rows: int, verdict: Verdict, budget: int
@@ -198,7 +195,7 @@ class Costs(Policy):
         cost = float(self._table.verify_us(np.array([num_other_rows + budget]))[0])
         if self._rounds_off is None:
             drafting = max(len(requests), 1)
-            if self._is_probe and not self._learns:
+            if self._drafts_for_some:
                 drafting = min(drafting, PROBE_REQUESTS)
             cost += self._table.draft_us(drafting)
         return Verdict(verdict.counts, verdict.total, cost)

@@ -61,9 +61,15 @@ def blocks_of(mode: str, integers: Tensor, floats: Tensor, page_tables: Tensor) 
 
 def blocks_of_nobody(mode: str, count: int, device: torch.device) -> Blocks:
     """Return n blocks that see no key and write to the scratch slot."""
-    integers = torch.zeros(len(OF_BLOCKS) + len(INTEGERS), count, dtype=torch.int64, device=device)
-    floats = torch.ones(len(FLOATS), count, device=device)
+    integers, floats = _columns(count, device)
     return blocks_of(mode, integers, floats, integers[:1].T.int())
+
+
+def _columns(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the integers and floats of n blocks of nobody, see `blocks_of`."""
+    num_integers = len(OF_BLOCKS) + len(INTEGERS)
+    integers = torch.zeros(num_integers, count, dtype=torch.int64, device=device)
+    return integers, torch.ones(len(FLOATS), count, device=device)
 
 
 class BlockGraphs:
@@ -96,10 +102,7 @@ class BlockGraphs:
         """
         self._graphs, self._draft, self._width = graphs, draft, width
         self._tiers = row_tiers(max_blocks)
-
-        count = len(OF_BLOCKS) + len(INTEGERS)
-        self._integers = torch.zeros(count, max_blocks, dtype=torch.int64, device=device)
-        self._floats = torch.ones(len(FLOATS), max_blocks, device=device)
+        self._integers, self._floats = _columns(max_blocks, device)
         self._tables = torch.zeros(max_blocks, max_pages, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_blocks, width, dtype=torch.int64, device=device)
         self._survival: Tensor | None = None

@@ -150,12 +150,11 @@ def draw_drafts(
     Returns:
         Tokens [N] int64, and the q they were drawn from, [N, V] fp32; None if all are greedy.
     """
-    if roots.is_argmax:
-        return first_largest(logits), None
     everyone = torch.arange(len(logits), device=logits.device)
-    rows = roots.at(everyone, torch.full_like(everyone, depth))
-    if rows.is_greedy:
-        return sample(logits, rows), None
+    ahead = torch.full_like(everyone, depth)
+    if roots.is_greedy:
+        return sample_at(logits, roots, everyone, ahead), None
+    rows = roots.at(everyone, ahead)
     q = probabilities(logits, rows)
     alike = draw(q, rows, noise.TARGET)
     return torch.where(shares_noise, alike, draw(q, roots, noise.DRAFT + depth)), q
