@@ -17,7 +17,7 @@ from nanospec.text import read_json
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash3", "torch")
 RUN_AHEADS = ("auto", "on", "off")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
 EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter

@@ -3,9 +3,9 @@
 
 A graph is 24 layers of [GEMM that streams 67 MB of weights; attention over this layer's own keys],
 less a graph of the GEMMs alone: back to back, attention could find its keys in the L2 cache. The
-shape is what `launch_shape` chooses; --search tries others too. Beside it runs FlashInfer's fa2, as
-its `plan` for graphs has it; where it cannot be imported it is left out. Samples of every output
-are checked against torch.
+shape is what `launch_shape` chooses; --search tries others too. Beside it run FlashInfer's fa2, as
+its `plan` for graphs has it, and FlashAttention 3; what cannot be loaded is left out. Samples of
+every output are checked against torch.
 
 Whatever its rows, a layer reads the keys and values of its requests at least once: 4 * Hkv * D
 bytes a token, at no more than 4.8 TB/s on an H200.
@@ -31,6 +31,10 @@ from torch import Tensor
 from triton import OutOfResources
 
 from nanospec.attention import paged_triton
+from nanospec.attention.backend import create_attention
+from nanospec.attention.batch import ForwardBatch
+from nanospec.attention.flash3_backend import load_library
+from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.attention.paged_triton import LaunchShape
 from nanospec.attention.triton_backend import HEAD_DIMS
 
@@ -67,15 +71,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = Bench(args)
     print(
         f"{'rows':>6} {'context':>7} {'batch':>5} {'us/layer':>8} {'TB/s':>5} {'best':>8} "
-        f"{'FlashInfer':>10}  rows x keys, splits, warps, stages: chosen; best"
+        f"{'FlashInfer':>10} {'Flash 3':>7}  rows x keys, splits, warps, stages: chosen; best"
     )
     found = []
     for batch, context, rows in product(args.batches, args.contexts, args.rows.split(",")):
         row = bench_case(bench, Case(bench, rows, context, batch))
-        us, best, fa2_us = row["chosen"]["us"], row["best"], row["flashinfer_fa2"].get("us")
+        us, best = row["chosen"]["us"], row["best"]
+        others = [row[name].get("us") for name in ("flashinfer_fa2", "flash3")]
+        fa2_us, flash3_us = ("-" if each is None else f"{each:.1f}" for each in others)
         print(
             f"{rows:>6} {context:>7} {batch:>5} {us:>8.1f} {row['kv_bytes'] / us / 1e6:>5.2f} "
-            f"{best['us']:>8.1f} {'-' if fa2_us is None else format(fa2_us, '.1f'):>10}  "
+            f"{best['us']:>8.1f} {fa2_us:>10} {flash3_us:>7}  "
             f"{LABEL.format(**row['chosen'])}; {LABEL.format(**best)}",
             flush=True,
         )
@@ -117,6 +123,12 @@ class Bench:
         self._x, self._weights = filled(rows, inner), filled(LAYERS, inner, outer)
         self._y = self._x @ self._weights[0]  # a capture must not make cuBLAS's handle
         self.gemms_us = self.time()
+        self.has_flash3 = True
+        try:
+            load_library()
+        except ImportError as problem:
+            self.has_flash3 = False
+            print(f"FlashAttention 3 is left out: {problem}", file=sys.stderr)
 
     def measure(self, case: "Case", contender: Contender) -> dict[str, float]:
         """Return microseconds per layer, and the error; exit where it is more than rounding."""
@@ -195,6 +207,15 @@ class Case:
         """Return a layer's keys and values, [pages, page size, Hkv, D]."""
         return self._keys[index % self.num_layers], self._values[index % self.num_layers]
 
+    def cache(self) -> PagedKVCache:
+        """Return the keys and values of all layers."""
+        page_size, num_kv_heads, head_dim = self.layer(0)[0].shape[1:]
+        sizes = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        device = self._keys.device
+        cache = PagedKVCache(num_layers=1, num_pages=1, **sizes, dtype=DTYPE, device=device)
+        cache.k, cache.v = self._keys.flatten(1, 2), self._values.flatten(1, 2)
+        return cache
+
     def worst_error(self) -> float:
         """Return |error| / |output| of the last layer, which replays leave; of three segments."""
         found = []
@@ -255,6 +276,29 @@ def fa2(case: Case) -> Contender:
     return lambda: None, lambda index: wrapper.run(q, case.layer(index), out=case.out)
 
 
+def flash3(case: Case) -> Contender:
+    """Return FlashAttention 3, through the backend that calls it."""
+    cache = case.cache()
+    attention = create_attention("flash3", cache, case.q.shape[1])
+    device, num_rows = case.q.device, len(case.q)
+    positions = torch.arange(num_rows, device=device)
+    batch = ForwardBatch(
+        token_ids=positions,
+        positions=positions,
+        slots=positions,
+        qo_indptr=case.qo_indptr.to(device),
+        kv_lens=case.kv_lens.to(device),
+        page_tables=case.page_tables,
+        logit_rows=positions[:0],
+        max_rows=case.max_rows,
+    )
+
+    def attend(index: int) -> None:
+        case.out = attention._read(index % case.num_layers, case.q)
+
+    return lambda: attention.begin(batch), attend
+
+
 def bench_case(bench: Bench, case: Case) -> dict[str, Any]:
     """Return what was measured of a case."""
     args, num_rows = bench.args, len(case.q)
@@ -277,6 +321,7 @@ def bench_case(bench: Bench, case: Case) -> dict[str, Any]:
         "best": min(shapes, key=lambda shape: shape["us"]),
         "shapes": shapes,
         "flashinfer_fa2": bench.measure(case, fa2(case)) if flashinfer else {},
+        "flash3": bench.measure(case, flash3(case)) if bench.has_flash3 else {},
     }
 
 

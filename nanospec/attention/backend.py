@@ -77,7 +77,7 @@ def create_attention(
     """Build a backend over a cache.
 
     Args:
-        name: torch, triton, flashinfer, or auto: triton on a GPU, torch on a CPU.
+        name: torch, triton, flashinfer, flash3, or auto: triton on a GPU, torch on a CPU.
         cache: the keys and values of all layers.
         num_heads: Hq.
         beside: another backend that never runs at the same time; scratch memory is shared.
@@ -103,7 +103,29 @@ def create_attention(
                 f"{cache.head_dim}; pass --attention torch"
             )
         return TritonAttention(cache, num_heads)
+    if name == "flash3":
+        return _flash3(cache, num_heads)
     return _flashinfer(cache, num_heads, beside)
+
+
+def _flash3(cache: PagedKVCache, num_heads: int) -> AttentionBackend:
+    from nanospec.attention.flash3_backend import HEAD_DIMS, Flash3Attention
+
+    if torch.cuda.get_device_capability(cache.k.device)[0] != 9:
+        raise BackendUnavailableError(
+            "FlashAttention 3 is made for Hopper GPUs; pass --attention triton"
+        )
+    if cache.k.dtype not in (torch.bfloat16, torch.float16) or cache.head_dim not in HEAD_DIMS:
+        raise BackendUnavailableError(
+            f"FlashAttention 3 is used in 16-bit floats for head widths {HEAD_DIMS}, not in "
+            f"{cache.k.dtype} for {cache.head_dim}; pass --attention triton"
+        )
+    try:
+        return Flash3Attention(cache, num_heads)
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"FlashAttention 3 is not usable here: {error}; pass --attention triton"
+        ) from error
 
 
 def _flashinfer(
