@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time linear layers of a few rows as a model runs them, in CUDA graphs: cuBLAS, and our kernels.
+"""Time linear layers of a few rows as a model runs them, in CUDA graphs: cuBLASLt, and our kernels.
 
 A graph is one product many times over, each time with other weights, of which there are more than
 the L2 cache holds; the graphs of both are replayed in turns. Then all layers of the model, twice:
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import OutOfResources
 
+from nanospec.device import prefer_faster_products
 from nanospec.models import layers_triton, linear_triton
 from nanospec.models.linear_triton import LaunchShape
 
@@ -74,11 +75,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("linear layers are timed on a GPU, and none is usable here")
     torch.manual_seed(SEED)
+    prefer_faster_products()
     model = SHAPES[args.model][0]
     wanted = args.products.split(",") if args.products else None
     bench = Bench(model)
     found: dict[str, Any] = {"products": [], "layers": [], "search": []}
-    print(f"{'':>14} {'T':>2} {'cuBLAS us':>9} {'TB/s':>5} {'own us':>7} {'TB/s':>5}  launch shape")
+    print(f"{'':>14} {'T':>2} {'Lt us':>9} {'TB/s':>5} {'own us':>7} {'TB/s':>5}  launch shape")
     for product, num_rows in combinations(products_of(model), args.rows):
         if wanted is None or product.name in wanted:
             found["products"].append(row := bench_product(bench, product, num_rows))
@@ -136,7 +138,7 @@ def products_of(model: dict[str, Any]) -> list[Product]:
 
 
 def cublas(product: Product) -> Run:
-    """Return the product by cuBLAS; SwiGLU is a kernel of ours after it."""
+    """Return the product by cuBLASLt; SwiGLU is a kernel of ours after it."""
     return (lambda x, w: layers_triton.swiglu(F.linear(x, w))) if product.is_swiglu else F.linear
 
 
@@ -248,7 +250,7 @@ def label(shape: LaunchShape) -> str:
 
 
 def bench_layers(bench: Bench, num_rows: int) -> dict[str, Any]:
-    """Return milliseconds of all layers by cuBLAS and by our kernels, attention left out."""
+    """Return milliseconds of all layers by cuBLASLt and by our kernels, attention left out."""
     qkv, o, gate_up, fused, down = products_of(bench.model)
     hidden, eps = bench.model["hidden_size"], bench.model["rms_norm_eps"]
     x, heads = bench.rows(num_rows, hidden), bench.rows(num_rows, o.inputs)

@@ -12,6 +12,7 @@ import torch
 from nanospec.attention.backend import create_attention
 from nanospec.attention.kv_ops import move_kv
 from nanospec.config import EngineConfig, ModelConfig
+from nanospec.device import prefer_faster_products
 from nanospec.engine.capture import create_runner
 from nanospec.engine.pages import PageAllocator
 from nanospec.engine.round import Flight, RoundContext, launch, propose, settle
@@ -67,6 +68,8 @@ class Engine:
         self.model_config = ModelConfig.from_folder(folder)
         self.max_model_len = _max_model_len(config, self.model_config)
         self.device = _device(config.device)
+        if self.device.type == "cuda":
+            prefer_faster_products()
         decoder = _load(config, folder, self.model_config, self.device)
         self.speculator = create_speculator(
             SpeculatorSetup(config, self.model_config, decoder.dtype, self.device, decoder)
