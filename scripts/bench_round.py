@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             f"{row['mode']:<18} {row['batch']:>5} {row['tokens_per_second']:>8.0f} "
             f"{row['step_ms']:>8.3f} {row['slowest_step_ms']:>8.3f} "
-            f"{row['tokens_per_step']:>8.2f} {row['rows_per_step']:>6.1f} {row['busy']:>6.1%} {row['idle_between']:>12.1%} {row['kernels']:>7.0f} "
+            f"{row['tokens_per_step']:>8.2f} {row['rows_per_step']:>6.1f} "
+            f"{row['busy']:>6.1%} {row['idle_between']:>12.1%} {row['kernels']:>7.0f} "
             f"{row['waits']:>5.1f}"
         )
     print_steps(found)
