@@ -180,6 +180,10 @@ class LLM:
         return [output_of(request) for request in requests]
 
 
+# Interpreters may start with some: those are no caller's wish.
+_FROZEN_AT_START = gc.get_freeze_count()
+
+
 @contextmanager
 def old_objects_left_alone() -> Iterator[None]:
     """Keep Python's garbage collector from walking all there is: now and then 0.15 s, many rounds.
@@ -187,7 +191,7 @@ def old_objects_left_alone() -> Iterator[None]:
     What is made meanwhile is collected as ever, and the rest afterwards, unless the caller has said
     otherwise by a `gc.freeze` of its own before. For one thread.
     """
-    if gc.get_freeze_count() > 0:
+    if gc.get_freeze_count() > _FROZEN_AT_START:
         yield
         return
     gc.freeze()
