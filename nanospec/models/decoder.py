@@ -28,15 +28,19 @@ class DecoderLayer(nn.Module):
         delta: Tensor | None,
         rope: tuple[Tensor, Tensor],
         attention: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Map the residual stream [T, H] to the next layer's.
 
         It comes and goes as a sum that is not added yet, x + delta, as the norm that follows does
         that on its way.
+
+        Returns:
+            x and delta of the next layer's stream; and the stream that came, added.
         """
-        x, normed = self.input_layernorm.add(x, delta)
-        x, normed = self.post_attention_layernorm.add(x, self.self_attn(normed, rope, attention))
-        return x, self.mlp(normed)
+        stream, normed = self.input_layernorm.add(x, delta)
+        attended = self.self_attn(normed, rope, attention)
+        x, normed = self.post_attention_layernorm.add(stream, attended)
+        return x, self.mlp(normed), stream
 
 
 class Decoder(nn.Module):
@@ -90,14 +94,14 @@ class Decoder(nn.Module):
         """
         x = F.embedding(token_ids, self.embed_tokens.weight)
         rope = self._rope.tables(positions, x.dtype)
-        streams = {-1: x}
+        streams = {}
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, rope, attention)
-            if index in taps:
-                x, delta = x + delta, None
-                streams[index] = x
-        return self.norm.add(x, delta)[1], [streams[tap] for tap in taps]
+            x, delta, stream = layer(x, delta, rope, attention)
+            if index - 1 in taps:
+                streams[index - 1] = stream
+        streams[len(self.layers) - 1], hidden = self.norm.add(x, delta)
+        return hidden, [streams[tap] for tap in taps]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return [.., V] for final hidden states [.., H]; or write to `out` [N, V] for [N, H]."""

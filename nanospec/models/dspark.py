@@ -327,7 +327,7 @@ class DSparkDrafter(nn.Module):
         rope = self._rope.tables(positions, x.dtype)
         delta: Tensor | None = None
         for layer in self.layers:
-            x, delta = layer(x, delta, rope, attention)
+            x, delta, _ = layer(x, delta, rope, attention)
         return self.norm.add(x, delta)[1]
 
     def base_logits(self, hidden: Tensor) -> Tensor:
