@@ -126,7 +126,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), stop: Sequence[str] = ()
     ):
-        self.text = ""
+        self._text = ""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._hold = max((len(string) for string in stop), default=1) - 1
@@ -135,21 +135,45 @@ class TextStream:
         self._done = len(self._ids)  # decoding starts here once the text so far is complete
         self._seen = len(self._decode())  # characters from `_start` on that are in `text`
         self._shown = 0  # characters that `take` has handed out
+        self._is_behind = False  # whether there are tokens, or an end, that are not in `_text`
+        self._is_last = False  # whether no more tokens come
 
-    def push(self, token_id: int, *, may_stop: bool = True) -> bool:
-        """Append a token; return whether it completes a stop string, which then ends the text.
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        if self._is_behind:
+            self._text += self._decode_new(is_last=self._is_last)
+            self._is_behind = False
+        return self._text
+
+    def extend(self, token_ids: Sequence[int], may_stop_from: int = 0) -> int | None:
+        """Append tokens, up to one that completes a stop string, which then ends the text.
 
         With several stop strings the one that is completed first counts, as if the text came
-        character by character. With `may_stop=False` stop strings are ignored.
+        character by character. Without any, decoding waits for who reads the text.
+
+        Args:
+            token_ids: to append.
+            may_stop_from: index of the first one that may complete a stop string.
+
+        Returns:
+            The index of the token that completed a stop string, or None.
         """
-        self._ids.append(token_id)
-        old_len = len(self.text)
-        self.text += self._decode_new(is_last=False)
-        return may_stop and self._cut_at_stop(old_len)
+        if not self._stop:
+            self._ids += token_ids
+            self._is_behind = True
+            return None
+        for index, token_id in enumerate(token_ids):
+            old_len = len(self.text)
+            self._ids.append(token_id)
+            self._is_behind = True
+            if index >= may_stop_from and self._cut_at_stop(old_len):
+                return index
+        return None
 
     def finish(self) -> None:
         """Add what was held back as an incomplete character; nothing follows."""
-        self.text += self._decode_new(is_last=True)
+        self._is_behind = self._is_last = True
         self._hold = 0
 
     def take(self) -> str:
@@ -182,7 +206,7 @@ class TextStream:
         if not matches:
             return False
         _, start = min(matches)
-        self.text = self.text[:start]
+        self._text = self._text[:start]
         self._start = self._done = len(self._ids)  # nothing is left to decode
         self._hold = 0
         return True

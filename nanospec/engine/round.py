@@ -28,7 +28,7 @@ from torch import Tensor
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.cudagraph.runner import ModelRunner, TargetOutput
 from nanospec.device import to_device
-from nanospec.engine.answer import Answer, sum_up
+from nanospec.engine.answer import Answer, RequestAnswer, sum_up
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
@@ -201,7 +201,7 @@ def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
 
 def _lasting(draft: Draft | None, ctx: RoundContext) -> Draft | None:
     """Return a draft as observers may see it: where rounds run ahead its q is overwritten."""
-    if draft is None or not ctx.runs_ahead:
+    if draft is None or draft.probs is None or not ctx.runs_ahead:
         return draft
     return replace(draft, probs=None, origin=None)
 
@@ -262,6 +262,7 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     committed = list(flight.chunks)
     emitted: list[list[int]] = []
     reasons: list[FinishReason | None] = []
+    is_chain = flight.plan.kind is PlanKind.CHAIN
     for request, draft, answer in zip(flight.requests, flight.drafts, answers, strict=True):
         if request.is_finished:  # by the round before, or aborted since
             emitted.append([])
@@ -275,7 +276,7 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
         if is_round:
             request.stats.count_round(
                 verified=answer.num_rows - 1,
-                depth=_depth(answer.parents[: answer.num_rows]),
+                depth=answer.num_rows - 1 if is_chain else _depth(answer),
                 accepted=len(answer.path) - 1,
                 emitted=len(kept),
             )
@@ -306,32 +307,26 @@ def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishR
     Returns:
         The tokens kept, and why the last one is the last, if it is.
     """
-    kept: list[int] = []
-    reason: FinishReason | None = None
-    for token in tokens:
-        request.tokens.append(token)
-        kept.append(token)
-        reason = _reason_to_end(request, token)
-        if reason is not None:
-            break
+    room = request.max_len - len(request.tokens)
+    kept = list(tokens[:room])
+    # A stop at the very end is still a stop. The token that is one by itself is not in the text.
+    reason: FinishReason | None = "length" if len(kept) == room else None
+    spoken = kept
+    stop = next((at for at, token in enumerate(kept) if token in request.stop_token_ids), None)
+    if stop is not None:
+        kept, spoken, reason = kept[: stop + 1], kept[:stop], "stop"
+    stop = request.text.extend(spoken, request.params.min_tokens - request.num_output)
+    if stop is not None:
+        kept, reason = kept[: stop + 1], "stop"
+    request.tokens += kept
     request.stats.tokens += len(kept)
     return kept, reason
 
 
-def _reason_to_end(request: Request, token: int) -> FinishReason | None:
-    """Say why a token just appended is the last one; a stop at the very end is still a stop."""
-    may_stop = request.num_output > request.params.min_tokens
-    if token in request.stop_token_ids:
-        return "stop"
-    if request.text.push(token, may_stop=may_stop):
-        return "stop"
-    return "length" if len(request.tokens) >= request.max_len else None
-
-
-def _depth(parents: Sequence[int]) -> int:
-    """Return how deep a tree of rows is, given each row's parent; rows of nobody are not in it."""
+def _depth(answer: RequestAnswer) -> int:
+    """Return how deep the tree of a request's rows is; rows of nobody are not in it."""
     depths = [0]
-    for parent in parents[1:]:
+    for parent in answer.parents[1 : answer.num_rows]:
         depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
     return max(depths)
 
@@ -339,6 +334,8 @@ def _depth(parents: Sequence[int]) -> int:
 def propose(ctx: RoundContext, flight: Flight) -> None:
     """Reserve pages for the next drafts, and have them guessed."""
     speculator, effective = ctx.speculator, ctx.speculator.effective
+    if effective.max_rows == 1:
+        return
     budget = speculator.candidate_budget(ctx.scheduler.view())
     most = min(budget.max_rows_per_request, effective.max_rows)
     budget = replace(budget, max_rows_per_request=most)
