@@ -63,7 +63,8 @@ class Draft:
 
     def __len__(self) -> int:
         """K."""
-        return len(self.tokens)
+        # `len` of a tensor takes ten times as long, and every request of every round is asked.
+        return self.tokens.shape[0] if isinstance(self.tokens, Tensor) else len(self.tokens)
 
     @property
     def parent_rows(self) -> Sequence[int]:
@@ -92,15 +93,15 @@ class DraftRows:
 
     def drafts(self, lengths: Sequence[int]) -> list[Draft]:
         """Return the first so many of each row as a draft."""
-        count = len(self.tokens)
+        count, width = self.tokens.shape
         probs = [None] * count if self.probs is None else self.probs.unbind()
         survival = [None] * count if self.survival is None else self.survival.unbind()
         columns = zip(self.tokens.unbind(), probs, survival, lengths, strict=True)
         return [
             Draft(
-                tokens=tokens[:length],
+                tokens=tokens if length == width else tokens[:length],
                 probs=None if q is None else q[:length],
-                survival=None if alive is None else alive[:length],
+                survival=alive if alive is None or length == width else alive[:length],
                 origin=self,
                 row=row,
             )
@@ -350,4 +351,3 @@ class EngineView:
     num_waiting: int
     num_free_pages: int
     page_size: int  # tokens
-    num_draft_pages: int  # pages held for draft rows alone

@@ -229,7 +229,7 @@ class InGroups(Policy):
             if policy is None:
                 policy = self._policies[name] = self._new()
             else:  # what an engine would have asked before these drafts were made
-                view = EngineView(len(members), 0, 100, 4, 0)
+                view = EngineView(len(members), 0, 100, 4)
                 most = max(member.max_drafts for member in members)
                 most = policy.candidate_budget(view, most).max_rows_per_request - 1
                 for member in members:

@@ -61,7 +61,6 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_free_pages=self.pages.num_free,
             page_size=self.pages.page_size,
-            num_draft_pages=sum(self._num_draft_pages(request) for request in self.running),
         )
 
     def can_run_ahead(self) -> bool:
@@ -149,16 +148,20 @@ class Scheduler:
 
         Whoever is preempted to make room was admitted later, so it has not been yielded.
         """
-        for request in list(self.running):
-            if request not in self.running or _num_pending(request) > 1 or _is_ending(request):
+        index = 0
+        while index < len(self.running):  # who is preempted goes from the end
+            request = self.running[index]
+            index += 1
+            if _num_pending(request) > 1 or _is_ending(request):
                 continue
             needed = self.pages.pages_for(request.most_tokens) - len(request.pages)
             if needed > self.pages.num_free:
                 self._reclaim_draft_pages()
-            while needed > self.pages.num_free and request in self.running:
+            while needed > self.pages.num_free and index <= len(self.running):
                 self._preempt(self.running[-1])
-            if request in self.running:
-                request.pages += self.pages.allocate(max(needed, 0))
+            if index <= len(self.running):
+                if needed > 0:
+                    request.pages += self.pages.allocate(needed)
                 yield request
 
     def _max_running(self) -> int:
@@ -177,9 +180,9 @@ class Scheduler:
         hit, node = self.pages.match(request.tokens)
         needed = self.pages.pages_for(len(request.tokens)) - len(hit)
         missing = needed - self.pages.num_free_without(hit)
-        if missing > self.view().num_draft_pages:
-            return None
         if missing > 0:
+            if missing > sum(map(self._num_draft_pages, self.running)):
+                return None
             self._reclaim_draft_pages()
         self.waiting.popleft()
         self.pages.hold(hit)

@@ -59,8 +59,10 @@ def build_plan(
     Raises:
         PlanError: a draft is malformed or exceeds the resources; request and row are named.
     """
+    if not any(counts):
+        return _plan_of_roots(requests, device)
     origin = common_origin(requests)
-    if origin is not None and any(counts):
+    if origin is not None:
         return _plan_of_rows(requests, counts, origin, resources, device)
     rows = [
         _rows(request, request.draft if count else None, count, vocab_size)
@@ -98,6 +100,24 @@ def build_plan(
         is_sampled=is_sampled,
         positions=positions if is_mask else None,
         visibility=_visibility(rows, max_rows).to(device) if is_mask else None,
+    )
+
+
+def _plan_of_roots(requests: Sequence[Request], device: torch.device) -> VerifyPlan:
+    """Lay out requests without drafts; see `build_plan`."""
+    count = len(requests)
+    roots = [request.tokens[-1] for request in requests]
+    tokens, parents, num_rows = to_device_together(
+        [(each, torch.int64) for each in (roots, [NOBODY] * count, [1] * count)], device
+    )
+    return VerifyPlan(
+        kind=PlanKind.CHAIN,
+        tokens=tokens[:, None],
+        parents=parents[:, None],
+        num_rows=num_rows,
+        num_tokens=count,
+        row_counts=[1] * count,
+        num_masked=0,
     )
 
 

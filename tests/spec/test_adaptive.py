@@ -50,7 +50,7 @@ FLAT = CostTable(((1, 100.0),), ((1, 1.0),), 0, {})
 
 
 def view(num_running: int) -> EngineView:
-    return EngineView(num_running, 0, 100, 16, 0)
+    return EngineView(num_running, 0, 100, 16)
 
 
 def requests_with(*survivals: list[float]) -> list[Any]:
