@@ -21,7 +21,7 @@ from nanospec.spec.plan import common_origin, rows_in
 from nanospec.types import Budget, EngineView, Request
 
 PROBE_ROUNDS = 32  # while nothing is drafted, try again so often
-PROBE_REQUESTS = 16  # that are drafted for then
+PROBE_REQUESTS = 16  # that are drafted for then; and drafts that must promise too little to stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,9 @@ class Costs(Policy):
     """As many drafts as give most tokens per second by a cost table: `adaptive=auto`.
 
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
-    of its drafts. Where none pays, no more are made. As without drafts there would be no new
-    survivals, and 0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and when a tenth fewer
+    of its drafts. Where none pays, no more are made; of few requests not at once, as a place in a
+    text that is hard to guess is no reason. As without drafts there would be no new survivals, and
+    0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and when a tenth fewer
     requests run than when drafting stopped: drafts are made, for some requests where a drafter
     knows survivals itself, until what they promise is known, and stands for all. Where survivals
     are learnt from outcomes, a probe verifies one draft of each request.
@@ -126,6 +127,7 @@ class Costs(Policy):
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
         self._running_then: int | None = None
         self._is_probe = False  # whether drafts are made to find out whether they pay
+        self._doubts = 0  # drafts of rounds in a row which promised too little
 
     @property
     def _drafts_for_some(self) -> bool:
@@ -164,12 +166,17 @@ class Costs(Policy):
             budget = sum(request.num_planned for request in requests)
         # No passing prompt stops drafting, and no minority that happens to have drafts.
         is_zero = budget == 0 and 2 * len(drafting) >= len(requests)
-        if told and (self._is_probe or is_zero):
-            self._is_probe = False
-            if self._never_pays(told, len(requests)):
+        was_probe, self._is_probe = self._is_probe, self._is_probe and not told
+        if told and (was_probe or is_zero) and self._never_pays(told, len(requests)):
+            self._doubts += len(told)
+            # Nothing known of any: they count as sure of their drafts, and even such do not pay.
+            is_settled = was_probe or self._learns or self._known.keys().isdisjoint(told)
+            if is_settled or self._doubts >= PROBE_REQUESTS:
                 # By the next probe what they promise will be another thing.
                 self._known, self._copy = {}, None
-                self._rounds_off, self._running_then = 0, None
+                self._rounds_off, self._running_then, self._doubts = 0, None, 0
+        elif told:
+            self._doubts = 0
         self._known = {each: own for each, own in self._known.items() if not each.is_finished}
         return self._verdict(
             requests, num_other_rows, share_out(requests, budget, survival), budget

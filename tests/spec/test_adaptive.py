@@ -97,6 +97,34 @@ def test_a_passing_prompt_or_a_minority_stops_no_drafting() -> None:
     assert dear.candidate_budget(view(4), 7).max_rows_per_request == 8
 
 
+# Found against vLLM: one place that is hard to guess stopped a lone request's drafts for 32 rounds.
+def test_few_requests_go_on_drafting_behind_places_that_are_hard_to_guess() -> None:
+    def run(policy: Costs, requests: list[Any], own: list[float]) -> int:
+        for request in requests:
+            request.draft, request.max_drafts = Draft([7] * len(own), survival=own), len(own)
+        return sum(counts(policy, requests))
+
+    def goes_on(policy: Costs, num_requests: int) -> bool:
+        return policy.candidate_budget(view(num_requests), 7).max_rows_per_request > 1
+
+    good, bad = [0.9, 0.8], [0.05, 0.01]
+    dear = CostTable(((1, 10.0), (200, 210.0)), ((1, 5.0),), 0, {})
+    policy, one = Costs(dear), requests_with(good)
+    assert run(policy, one, good) > 0
+    for _ in range(10):
+        assert run(policy, one, bad) > 0  # by the round before
+        assert run(policy, one, good) == 0 and goes_on(policy, 1)
+    run(policy, one, bad)
+    for index in range(PROBE_REQUESTS):
+        assert goes_on(policy, 1), index
+        assert run(policy, one, bad) == 0
+    assert not goes_on(policy, 1)
+    many = requests_with(*[good] * PROBE_REQUESTS)
+    policy = Costs(dear)
+    run(policy, many, bad)
+    assert run(policy, many, bad) == 0 and not goes_on(policy, PROBE_REQUESTS)
+
+
 def test_a_probe_verifies_a_draft_of_each_only_where_that_teaches_something() -> None:
     for learns, want in ((True, [1, 1, 1]), (False, [0, 0, 0])):
         policy = Costs(STEEP, learns=learns)
