@@ -7,6 +7,7 @@ from typing import Any
 # Qwen/Qwen3-8B, config.json
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",  # by which transformers knows the architecture
     "dtype": "bfloat16",
     "hidden_size": 4096,
     "intermediate_size": 12288,

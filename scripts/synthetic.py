@@ -1,8 +1,8 @@
 """A DSpark drafter whose drafts are accepted by coin, for timing with random weights.
 
 Every request has a probability of its own, drawn from a Beta distribution around a mean by its
-seed: at every slot it is both the confidence and the coin. Everything is computed as ever, but the
-output means nothing.
+seed, or all have the mean: at every slot it is both the confidence and the coin. Everything is
+computed as ever, but the output means nothing.
 """
 
 import torch
@@ -15,22 +15,24 @@ from nanospec.spec.sampler import SamplingRows, sample_at
 from nanospec.spec.speculator import SpeculatorSetup
 from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 
-_CONCENTRATION = 20.0  # of the Beta distribution
 _TABLE = 4096  # probabilities, taken by seed
 
 
 class SyntheticDSpark(DSparkSpeculator):
     """Accepts draft k of a request if its first k coins all show heads."""
 
-    mean = 0.847  # of the probabilities; set on a subclass
+    mean = 0.847  # of the probabilities; set on a subclass, like the next
+    concentration: float | None = 20.0  # of the Beta distribution; None: all are the mean
 
     def __init__(self, setup: SpeculatorSetup):
         super().__init__(setup)
         torch.manual_seed(0)
-        heads = torch.tensor(self.mean * _CONCENTRATION)
-        tails = torch.tensor((1 - self.mean) * _CONCENTRATION)
-        law = torch.distributions.Beta(heads, tails)
-        self._probabilities = law.sample((_TABLE,)).to(setup.device)
+        self._probabilities = torch.full((_TABLE,), self.mean, device=setup.device)
+        if self.concentration is not None:
+            heads = torch.tensor(self.mean * self.concentration)
+            tails = torch.tensor((1 - self.mean) * self.concentration)
+            law = torch.distributions.Beta(heads, tails)
+            self._probabilities = law.sample((_TABLE,)).to(setup.device)
 
     def accept(
         self, plan: VerifyPlan, output: TargetOutput, roots: SamplingRows, packed: PackedRows
