@@ -189,9 +189,7 @@ class Simulation:
 
     def _draft(self, going: Sequence[_Running], load: int) -> int:
         """Make the drafts that the policy allows; return for how many requests."""
-        view = EngineView(
-            num_running=load, num_waiting=0, num_free_pages=0, page_size=16
-        )
+        view = EngineView(num_running=load, num_waiting=0, num_free_pages=0, page_size=16)
         budget = self._policy.candidate_budget(view, self._width)
         most = budget.max_rows_per_request - 1
         if most == 0 or budget.total_drafts == 0 or not going:
