@@ -17,7 +17,7 @@ from nanospec.params import SamplingParams
 from nanospec.spec.accept import accept
 from nanospec.spec.budget import admit
 from nanospec.spec.plan import build_plan
-from nanospec.spec.sampler import sampling_rows
+from nanospec.spec.sampler import draw_drafts, sampling_rows
 from nanospec.text import TextStream
 from nanospec.types import Draft, PlanKind, Request, Resources, Segment
 
@@ -58,6 +58,7 @@ def warm_up(
                         request.draft, request.max_drafts = draft, width
                     _launch(ctx, resources, vocab_size, [request, _request(ctx, params, 2, 0)])
     _launch(ctx, resources, vocab_size, [_request(ctx, KINDS[0], 2, 0)])  # of one row
+    _draw_drafts(ctx, vocab_size)
     if ctx.runner.buffers(1, 1, 1) is None:
         _launch_loads(ctx, resources, vocab_size, max_num_seqs, max_rows)
     length = min(max_model_len, max_rows)
@@ -74,6 +75,15 @@ def warm_up(
     survival = torch.rand(max_num_seqs, width, device=device)
     count = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
     admit(survival, torch.ones_like(survival).long(), count, count[0])
+
+
+def _draw_drafts(ctx: RoundContext, vocab_size: int) -> None:
+    """Draw from a drafter's logits, which are in fp32 whatever the target's are."""
+    device = ctx.caches[0].k.device
+    for params in KINDS[1:]:
+        rows = sampling_rows([_request(ctx, params, 2, 0)] * 2, vocab_size, device)
+        logits = torch.zeros(2, vocab_size, device=device)
+        draw_drafts(logits, rows, 0, torch.ones(2, dtype=torch.bool, device=device))
 
 
 def _launch_loads(

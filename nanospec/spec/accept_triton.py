@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec.spec import noise
+from nanospec.spec import noise, noise_triton
 from nanospec.spec.sampler import SamplingRows
 from nanospec.types import AcceptResult, VerifyPlan
 
@@ -62,26 +62,6 @@ def follow(plan: VerifyPlan, targets: Tensor, offsets: Tensor) -> AcceptResult:
         plan.max_rows,
     )
     return result
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _gumbel(key, token):
-    # noise.gumbel: the same bits, one number per token.
-    steps = (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    bits = _mix(key + steps) >> 1
-    uniform = (bits.to(tl.int64).to(tl.float32) + 0.5) * 1.0842021724855044e-19  # 2 ** -63
-    uniform = tl.minimum(uniform, 0.99999994)
-    # -log1p(-u): its series near 0, where 1 - u would lose the digits of u.
-    u = uniform
-    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
-    return -tl.log(tl.where(u < 0.05, series, -tl.log(1.0 - u)))
 
 
 @triton.jit(
@@ -181,7 +161,11 @@ def _accept_kernel(
             column = at + lanes
             p = tl.load(p_now + column, mask=column < vocab_size, other=0.0) / p_mass
             log_p = tl.log(tl.where(p > 0, p, 1.0))
-            score = tl.where(p > 0, log_p + _gumbel(key, column), -float("inf"))
+            score = tl.where(
+                p > 0,
+                log_p + noise_triton.gumbel_of(noise_triton.uniform(key, column)),
+                -float("inf"),
+            )
             top = tl.max(score)
             if top > best:
                 best = top

@@ -1,4 +1,8 @@
-"""From logits to probabilities and tokens, row by row. The only place that does either."""
+"""From logits to probabilities and tokens, row by row. The only place that does either.
+
+`probabilities_reference` and `draw_reference` are the specification, `sampler_triton` the same in a
+few passes over the vocabulary.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +132,20 @@ def first_largest(logits: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, rows: SamplingRows, stream: int) -> Tensor:
-    """Draw [N] int64 from probabilities [N, V], which need not sum to 1, by a stream of noise."""
+    """Draw [N] int64 from probabilities [N, V] fp32, which need not sum to 1, by a stream of noise.
+
+    Where all are 0 it is the first token.
+    """
+    if probs.is_cuda and len(probs) > 0:
+        # Imported here: Triton takes long to import and a CPU needs none.
+        from nanospec.spec import sampler_triton
+
+        return sampler_triton.draw(probs, rows, stream)
+    return draw_reference(probs, rows, stream)
+
+
+def draw_reference(probs: Tensor, rows: SamplingRows, stream: int) -> Tensor:
+    """See `draw`."""
     gumbel = noise.gumbel(rows.seed, rows.position, stream, probs.shape[-1])
     return (probs.log() + gumbel).argmax(dim=-1)
 
@@ -166,14 +183,25 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     A greedy row has probability 1 at its largest logit, the first one among equals. A row in which
     every logit is -inf says nothing: all tokens that are not forbidden are equally probable.
     """
+    if logits.is_cuda and len(logits) > 0:
+        from nanospec.spec import sampler_triton
+
+        if len(rows.stops) > 0:
+            logits = _usable(logits, rows)
+        return sampler_triton.probabilities(logits, rows)
+    return probabilities_reference(logits, rows)
+
+
+def probabilities_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """See `probabilities`."""
     logits = _usable(logits, rows).float()
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # dividing by 1e-5 must not overflow
-    probs = (logits / rows.temperature.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(dim=-1)
+    below = logits - logits.amax(dim=-1, keepdim=True)  # dividing by 1e-5 must not overflow
+    probs = (below / rows.temperature.clamp(min=GREEDY_TEMPERATURE)[:, None]).softmax(dim=-1)
     probs = probs.masked_fill(probs < rows.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
     if rows.has_filters:
-        probs = _keep_top(probs, rows)
+        probs = _keep_top(probs, logits, rows)
     probs = probs / probs.sum(dim=-1, keepdim=True)
-    one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    one_hot = torch.zeros_like(probs).scatter_(1, below.argmax(-1, keepdim=True), 1.0)
     return torch.where((rows.temperature < GREEDY_TEMPERATURE)[:, None], one_hot, probs)
 
 
@@ -206,9 +234,11 @@ def _without_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
     return logits.index_copy(1, rows.stops, columns)
 
 
-def _keep_top(probs: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what top-k and then top-p leave out; equal probabilities are ranked by token id."""
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+def _keep_top(probs: Tensor, logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Zero what top-k and then top-p leave out; tokens of equal logits are ranked by id."""
+    # By logits, which may differ where probabilities are rounded to the same number.
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    ranked = probs.gather(1, order)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ranked = ranked.masked_fill(rank >= rows.top_k[:, None], 0.0)
     mass = ranked.cumsum(dim=-1)

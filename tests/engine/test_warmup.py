@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nanospec
+from nanospec import SamplingParams
 from nanospec.config import EMBEDDED_PAIR
 from nanospec.engine import warmup
 from nanospec.engine.warmup import warm_up
@@ -60,18 +61,41 @@ def compiled() -> set[str]:
     }
 
 
+# A tree's probabilities are of fp32 logits, beside a target whose own are bfloat16.
+@pytest.mark.parametrize("params", warmup.KINDS[1:], ids=["plain", "filtered"])
+def test_drawing_drafts_is_warmed_up_in_fp32(
+    params: SamplingParams, qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = helpers.make_llm(qwen3).engine
+    drawn = []
+
+    def draw_drafts(logits: Any, rows: Any, *_: Any) -> None:
+        drawn.append((logits.dtype, logits.shape[1], rows.has_filters))
+
+    monkeypatch.setattr(warmup, "draw_drafts", draw_drafts)
+    with torch.inference_mode():
+        limits = {"max_rows": 100, "max_num_seqs": 3, "max_model_len": 60}
+        warm_up(engine._ctx, engine.speculator.effective, 320, **limits)
+    assert (torch.float32, 320, params.top_p < 1) in drawn
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "kind", ["none", "trie", "dspark", "dspark-tree", "adaptive", "pair", "eager"]
+    "kind", ["none", "trie", "dspark", "dspark-tree", "adaptive", "pair", "pair-tree", "eager"]
 )
 def test_nothing_compiles_after_start_up(qwen3: Path, tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {"device": "cuda", "kv_cache_gib": 0.05, "max_num_seqs": 40}
     if kind in ("none", "trie"):
         options["speculator"] = kind
-    elif kind in ("pair", "eager"):  # in bfloat16, which has products of its own for a few rows
+    elif kind in (
+        "pair",
+        "pair-tree",
+        "eager",
+    ):  # in bfloat16, which has products of its own for a few rows
         qwen3 = EMBEDDED_PAIR / "target"
         options |= {"dtype": "bfloat16", "draft": str(EMBEDDED_PAIR / "drafter")}
-        options |= {"speculator": "dspark", "max_graph_rows": 0 if kind == "eager" else None}
+        options |= {"speculator": "dspark-tree" if kind == "pair-tree" else "dspark"}
+        options |= {"max_graph_rows": 0 if kind == "eager" else None}
     else:
         options["draft"] = str(helpers.make_drafter(tmp_path / "drafter", qwen3, head_dim=16))
         options["speculator"] = "dspark" if kind == "adaptive" else kind

@@ -70,6 +70,13 @@ def test_equal_probabilities_are_ranked_by_token() -> None:
     assert got[1].nonzero().flatten().tolist() == [0, 1]
 
 
+def test_the_larger_logit_ranks_first_even_if_its_probability_is_rounded_to_the_same() -> None:
+    logits = torch.tensor([[0.0, 1e-3, 0.0]])
+    for own in ({"top_k": 1}, {"top_p": 0.3}):
+        got = probabilities(logits, rows_of({"temperature": 1e6, **own}, vocab_size=3))
+        assert got.tolist() == [[0.0, 1.0, 0.0]]
+
+
 def test_greedy_takes_the_first_of_equals_alone_and_beside_sampled_rows() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     assert sample(logits, rows_of({"temperature": 0}, vocab_size=4)).tolist() == [1]
