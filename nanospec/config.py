@@ -21,6 +21,7 @@ ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash3", "torch")
 RUN_AHEADS = ("auto", "on", "off")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
 EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter
+GRAPH_PROMPT_ROWS = 256  # of prompts that CUDA graphs hold beside all plans
 MAX_DRAFT_LEN = 63  # with the root, the rows that one 64-bit word can speak of
 
 
@@ -44,7 +45,7 @@ class EngineConfig:
     load_format: str = "auto"  # dummy: random weights from config.json alone
     attention: str = "auto"  # auto: triton on cuda, torch on cpu
     run_ahead: str = "auto"  # launch a round before the last is read; auto: on cuda, where it can
-    max_graph_rows: int | None = None  # of CUDA graphs; None: what plans may hold; 0: no graphs
+    max_graph_rows: int | None = None  # of CUDA graphs; None: plans and a short prompt; 0: none
     page_size: int = 16  # tokens per KV page
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int = 256  # requests that may run at once
@@ -89,6 +90,20 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
             raise ConfigError(f"{given} is out of range; pass more than 0 and at most 1")
+
+    def graph_rows(self, plan_rows: int) -> int:
+        """Return how many rows the largest CUDA graph has.
+
+        Without an option they suffice for the plans of all requests and a short prompt beside them:
+        while requests come and go, most rounds have one.
+
+        Args:
+            plan_rows: of a request's plan at most.
+        """
+        if self.max_graph_rows is not None:
+            return self.max_graph_rows
+        most = self.max_num_seqs * plan_rows + GRAPH_PROMPT_ROWS
+        return min(most, self.max_num_batched_tokens)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

@@ -113,7 +113,8 @@ class Bench:
     def shapes(self, rows: int, loads: Sequence[int]) -> list[Shape]:
         """Return rounds of so many rows, of different loads, without prompts where there are any.
 
-        Exits where no load can have so many.
+        There are none of more rows than all plans hold, if there is nobody left to bring prompts.
+        Exits where plans could hold so many, and those of no load do.
         """
         found = []
         for load in loads:
@@ -121,7 +122,7 @@ class Bench:
             shape = Shape(load, drafts, rows - load - drafts)
             if drafts >= 0 and shape.prompt_rows <= (self.max_num_seqs - load) * self._context:
                 found.append(shape)
-        if not found:
+        if not found and rows <= self.max_num_seqs * (1 + self.most_drafts):
             sys.exit(f"none of {list(loads)} requests can fill {rows} rows; pass more --requests")
         return [shape for shape in found if shape.prompt_rows == 0] or found
 
@@ -309,7 +310,7 @@ def profile(bench: Bench, loads: Sequence[int], drafts: Sequence[int]) -> CostTa
     for shape in tqdm(shapes_to_time(bench, loads, drafts), desc="rounds", disable=None):
         costs.setdefault(shape.rows, []).append(bench.round_us(shape))
     verify = [(rows, statistics.median(costs[rows])) for rows in sorted(costs)]
-    largest = bench.tiers[-1] if bench.tiers else 0
+    largest = max((rows for rows in costs if rows in bench.tiers), default=0)
     return CostTable(tuple(verify), tuple(drafting), largest_tier=largest, about={})
 
 

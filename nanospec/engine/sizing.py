@@ -159,7 +159,7 @@ def graph_limits(
         max_model_len: tokens of the longest request.
     """
     most = min(config.max_num_seqs * resources.max_rows, config.max_num_batched_tokens)
-    rows = most if config.max_graph_rows is None else config.max_graph_rows
+    rows = config.graph_rows(resources.max_rows)
     return GraphLimits(
         rows=rows if takes_device_counts else 0,
         requests=config.max_num_seqs,

@@ -78,8 +78,6 @@ def about(setup: SpeculatorSetup, speculator: str, max_rows: int = 1) -> dict[st
     attention = config.attention
     if attention == "auto":
         attention = "triton" if is_gpu else "torch"
-    most_rows = min(config.max_num_seqs * max_rows, config.max_num_batched_tokens)
-    graph_rows = most_rows if config.max_graph_rows is None else config.max_graph_rows
     is_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_gpu)
     return {
         "model": f"{model.architecture} {model.num_layers}x{model.hidden_size}, {model.vocab_size}",
@@ -88,7 +86,7 @@ def about(setup: SpeculatorSetup, speculator: str, max_rows: int = 1) -> dict[st
         "device": torch.cuda.get_device_name(setup.device) if is_gpu else "cpu",
         "dtype": str(setup.dtype).removeprefix("torch."),
         "attention": attention,
-        "max_graph_rows": str(graph_rows if is_gpu else 0),
+        "max_graph_rows": str(config.graph_rows(max_rows) if is_gpu else 0),
         "run_ahead": "on" if is_ahead else "off",
         "speculator": speculator,
         "draft": str(config.draft and Path(config.draft).name),

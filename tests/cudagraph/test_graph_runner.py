@@ -24,12 +24,21 @@ PROMPTS = [*helpers.random_prompts(11, seed=5), [*range(5, 15)] * 3]
 KINDS = ["none", "ngram", "trie", "dspark", "dspark-tree", "dspark-adaptive", "lookahead"]
 
 
+# Found against vLLM: with as many requests as may run, every round with a prompt beside them was
+# beyond the largest graph, and was launched kernel by kernel.
+def test_graphs_hold_a_short_prompt_beside_all_plans() -> None:
+    config = EngineConfig(model="x", max_num_seqs=256)
+    assert config.graph_rows(1) == 256 + 256
+    assert config.graph_rows(8) == config.max_num_batched_tokens  # no forward has more
+    assert EngineConfig(model="x", max_graph_rows=7).graph_rows(8) == 7
+
+
 def test_limits_follow_from_what_plans_may_hold() -> None:
     config = EngineConfig(model="x", max_num_seqs=8, max_num_batched_tokens=100, page_size=4)
     limits = graph_limits(
         config, Resources(PlanKind.TREE, 5), takes_device_counts=True, max_model_len=30
     )
-    assert (limits.rows, limits.logits, limits.segments, limits.has_words) == (40, 40, 16, True)
+    assert (limits.rows, limits.logits, limits.segments, limits.has_words) == (100, 40, 16, True)
     assert limits.pages * 4 >= 30 + 3 * 5
     none = graph_limits(config, Resources(PlanKind.CHAIN, 5), takes_device_counts=False)
     assert none.rows == 0

@@ -74,12 +74,12 @@ class PaddedRunner:
         return self._eager.run(batch)
 
 
-def bench(*, has_tiers: bool = False, **options: Any) -> Bench:
+def bench(*, has_tiers: bool = False, max_num_seqs: int = 8, **options: Any) -> Bench:
     engine = LLM(
         device="cpu",
         kv_cache_gib=0.1,
         max_model_len=512,
-        max_num_seqs=8,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=40,
         **options,
     ).engine
@@ -112,6 +112,11 @@ def test_rounds_of_a_size_come_from_several_loads_and_prompts_fill_what_these_ca
     assert parse_loads(None, 6) == [1, 2, 4, 6] and parse_loads("4,1", 4) == [1, 4]
     with pytest.raises(SystemExit, match="max-num-seqs"):
         parse_loads("1,9", 8)
+
+
+def test_tiers_that_hold_prompts_are_left_out_where_nobody_can_bring_one() -> None:
+    table = profile(bench(has_tiers=True, max_num_seqs=1), [1], [])
+    assert [rows for rows, _ in table.verify] == [1, 2, 4, 6] and table.largest_tier == 6
 
 
 def test_trees_are_timed_where_trees_are_verified() -> None:
