@@ -18,7 +18,7 @@ the root. p is the target's distribution, q the drafter's.
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -351,3 +351,9 @@ class EngineView:
     num_waiting: int
     num_free_pages: int
     page_size: int  # tokens
+    count_draft_pages: Callable[[], int] = int  # as it asks every request, only when needed
+
+    @property
+    def num_draft_pages(self) -> int:
+        """Pages held for draft rows alone."""
+        return self.count_draft_pages()

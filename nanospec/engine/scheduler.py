@@ -61,6 +61,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_free_pages=self.pages.num_free,
             page_size=self.pages.page_size,
+            count_draft_pages=self._count_draft_pages,
         )
 
     def can_run_ahead(self) -> bool:
@@ -181,7 +182,7 @@ class Scheduler:
         needed = self.pages.pages_for(len(request.tokens)) - len(hit)
         missing = needed - self.pages.num_free_without(hit)
         if missing > 0:
-            if missing > sum(map(self._num_draft_pages, self.running)):
+            if missing > self._count_draft_pages():
                 return None
             self._reclaim_draft_pages()
         self.waiting.popleft()
@@ -208,6 +209,9 @@ class Scheduler:
         request.prefix_node = 0
         request.draft = None
         request.max_drafts = 0
+
+    def _count_draft_pages(self) -> int:
+        return sum(map(self._num_draft_pages, self.running))
 
     def _num_draft_pages(self, request: Request) -> int:
         """Return how many pages a request holds for draft rows alone."""

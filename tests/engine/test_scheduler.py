@@ -136,6 +136,7 @@ def test_drafts_take_free_pages_and_give_them_back_to_who_waits() -> None:
     run(own.schedule())
     own.reserve_drafts([first, second], Budget(99, 8))
     assert (first.max_drafts, second.max_drafts, pages.num_free) == (7, 7, 0)
+    assert own.view().num_draft_pages == 2
     own.add(helpers.make_request([7, 7], request_id=2))
     segments = own.schedule()
     assert [segment.request.request_id for segment in segments] == [0, 1, 2]
