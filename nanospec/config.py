@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash3", "torch")
+CAPTURED = ("auto", "triton", "flash3")  # on a GPU, where these take lengths from the device
 RUN_AHEADS = ("auto", "on", "off")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
 EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter

@@ -189,7 +189,7 @@ def old_objects_left_alone() -> Iterator[None]:
     """Keep Python's garbage collector from walking all there is: now and then 0.15 s, many rounds.
 
     What is made meanwhile is collected as ever, and the rest afterwards, unless the caller has said
-    otherwise by a `gc.freeze` of its own before. For one thread.
+    otherwise by a `gc.freeze` of its own since nanospec was imported. For one thread.
     """
     if gc.get_freeze_count() > _FROZEN_AT_START:
         yield

@@ -49,8 +49,8 @@ class NanospecEngine:
         for request in self._engine.step():
             index, seen = self._running[request.request_id]
             self._running[request.request_id] = (index, len(request.tokens))
-            new = request.tokens[seen:]
-            updates.append(Update(index, new, finish_reason=request.finish_reason))
+            text = request.text.take()  # made here, as for who streams; vLLM's answers have it too
+            updates.append(Update(index, request.tokens[seen:], text, request.finish_reason))
         return updates
 
     def drain(self) -> None:
@@ -127,11 +127,17 @@ class VllmEngine:
 
     def undisturbed(self) -> contextlib.AbstractContextManager[None]:
         """See `AbEngine.undisturbed`."""
-        return contextlib.nullcontext()
+        from nanospec.llm import old_objects_left_alone
+
+        return old_objects_left_alone()
 
 
 def create_vllm(job: Job) -> VllmEngine:
-    """Load vLLM with its defaults, but without prefix cache and with graphs of all its rows."""
+    """Load vLLM with its defaults, but without prefix cache and with graphs of all its rows.
+
+    Attention is FlashAttention by name, as another choice of its own may need what is not
+    installed; `--vllm-options` may name another.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     fixes_confidence = job.mode == "adaptive" and job.synthetic_acceptance is not None
@@ -223,9 +229,9 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
     Returns:
         For each fork (prompt and common tokens, one output's next token, the other's): `gap` of the
         two largest logits; `behind`, how far the lower of the two tokens is below the largest;
-        `between`, the difference of these two tokens; `noise`, the largest difference of any
-        logit between two of the ways; `step`, from the largest logit to the next number that the
-        logits' own dtype has: in bfloat16 it may exceed the noise, and a tie may be exact.
+        `between`, the difference of these two tokens; `noise`, the largest difference of one of
+        these two between two of the ways; `step`, from the largest logit to the next number that
+        the logits' own dtype has: in bfloat16 it may exceed the noise, and a tie may be exact.
     """
     import torch
 
@@ -269,7 +275,7 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
                 "gap": best - second,
                 "behind": best - min(chosen),
                 "between": abs(chosen[0] - chosen[1]),
-                "noise": float((ways.amax(dim=0) - ways.amin(dim=0)).max()),
+                "noise": float((ways.amax(dim=0) - ways.amin(dim=0))[[one, other]].max()),
                 "step": math.ldexp(eps, exponent),
             }
         )

@@ -153,9 +153,10 @@ def forks(ones: Sequence[Record], others: Sequence[Record]) -> list[dict[str, An
 def is_near_tie(gap: Mapping[str, float]) -> bool:
     """Return whether rounding can explain a fork: neither token is far below the largest logit.
 
-    The noise seen in a few ways to compute logits counts, but never as less than their rounding.
+    The noise seen in a few ways to compute logits counts, but never as less than their rounding: in
+    16 bits each of the two may come out a step higher or lower.
     """
-    return gap["behind"] < NEAR_TIE * max(gap["noise"], gap["step"])
+    return gap["behind"] <= max(NEAR_TIE * gap["noise"], 2 * gap["step"])
 
 
 def pair(
@@ -316,9 +317,10 @@ def markdown(document: Mapping[str, Any], plot_name: str | None) -> str:
             as_markdown(pairs_as_cells(document["pairs"])),
             f"Speed and length are ratios, accuracy a difference, of the one to the other. Outputs "
             f"that part do so at a near-tie if both tokens' logits are within {NEAR_TIE:.0f} times "
-            f"the noise of the largest; the noise is what equal ways to compute them differ by, "
-            f"and at least one step of their dtype. A star marks an accuracy further away than its "
-            f"standard error, a length more than {SAME_LENGTH:.0%} away, less than "
+            f"the noise of the largest, which is what equal ways to compute them differ by, or "
+            f"within two steps of their dtype; with repeats, outputs of the first are compared. A "
+            f"star marks an accuracy further away than its standard error, a length more than "
+            f"{SAME_LENGTH:.0%} away, less than "
             f"{ENOUGH_IDENTICAL:.0%} identical outputs and one that parted elsewhere, or an engine "
             f"that is not faster than another.",
         ]

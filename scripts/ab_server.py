@@ -1,6 +1,7 @@
 """A server under test, spoken to by OpenAI's protocol."""
 
 import contextlib
+import http.client
 import json
 import queue
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ab_job import Job, Update
+
+_SILENCE = 300.0  # seconds without a byte, after which a server counts as gone
 
 
 class UrlEngine:
@@ -31,7 +34,7 @@ class UrlEngine:
         try:
             with urllib.request.urlopen(f"{self._base}/models") as response:
                 self._model = json.load(response)["data"][0]["id"]
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
             sys.exit(f"{self._base}/models does not name a model: {error}")
 
     def start(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
@@ -77,16 +80,17 @@ class UrlEngine:
             {"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request) as response:
+            with urllib.request.urlopen(request, timeout=_SILENCE) as response:
                 self._read(index, response)
         except urllib.error.HTTPError as error:
             reason = error.read(500).decode(errors="replace")
             self._updates.put(OSError(f"{error}: {reason}"))
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
             self._updates.put(error)
 
     def _read(self, index: int, lines: Any) -> None:
-        reason, total, has_ids = None, None, False
+        reason, total = None, None
+        has_ids: bool | None = None
         for line in lines:
             if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
                 continue
@@ -97,10 +101,15 @@ class UrlEngine:
                 total = event["usage"]["completion_tokens"]
             for choice in event.get("choices", ()):
                 reason = choice.get("finish_reason") or reason
-                ids, text = choice.get("token_ids"), choice.get("text") or ""
-                has_ids = has_ids or bool(ids)
-                if ids or (text and not has_ids):
+                ids, text = choice.get("token_ids") or None, choice.get("text") or ""
+                if ids and has_ids is None:
+                    has_ids = True  # from its first event on, or not at all
+                if text and has_ids is None:
+                    has_ids = False
+                if has_ids and ids:
                     self._updates.put(Update(index, ids, text))
+                elif text and not has_ids:
+                    self._updates.put(Update(index, None, text))
         if reason is None or (total is None and not has_ids):
             raise OSError("a stream ended without a finish reason, token ids or usage")
         last: list[int] | None = [] if has_ids else None

@@ -3,7 +3,7 @@
 
 Real rounds of an idle engine are timed, in which N greedy requests have drafts of random tokens
 (trees where the speculator verifies trees). Where there are CUDA graphs, every tier is filled to
-its last row, by as many N as can fill it, and sizes beyond the largest tier by prompts beside; else
+its last row, by as many N as can fill it, and what is beyond their plans by prompts beside; else
 the sizes are N requests with each of --drafts. In between costs are a step function or a line.
 What a policy itself takes to choose is left out, as is learning survivals (estimators).
 

@@ -257,8 +257,12 @@ def test_tokens_that_come_together_stream_like_tokens_that_come_alone(
             part = tokens[at : at + rng.randrange(1, 9)]
             at += len(part)
             found = together.extend(part)
-            steps = (alone.extend([token]) for token in part)
-            end = next((index for index, step in enumerate(steps) if step is not None), None)
+            for index, token in enumerate(part):
+                step = alone.extend([token])
+                assert alone.text is not None  # read after every token
+                if step is not None:
+                    end = index
+                    break
             assert found == end
             if rng.random() < 0.5:  # whether somebody reads on the way
                 assert together.text == alone.text

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanospec.attention.backend import create_attention
 from nanospec.attention.batch import ForwardBatch, build_batch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.config import EngineConfig, ModelConfig
+from nanospec.config import CAPTURED, EngineConfig, ModelConfig
 from nanospec.cudagraph.graph_runner import GraphLimits, graph_bytes
 from nanospec.cudagraph.runner import EagerRunner
 from nanospec.errors import ConfigError
@@ -133,7 +133,7 @@ def _free_after_largest_step(config: EngineConfig, decoder: Decoder, resources: 
     cache_bytes = run_largest_step(config, decoder, resources)
     peak = torch.cuda.max_memory_reserved(device) - cache_bytes
     torch.cuda.empty_cache()
-    captures = config.attention in ("auto", "triton")
+    captures = config.attention in CAPTURED
     limits = graph_limits(config, resources, takes_device_counts=captures)
     in_graphs = bytes_for_graphs(config, decoder, resources, limits)
     return config.gpu_memory_utilization * total - by_others - peak - in_graphs

@@ -21,7 +21,8 @@ from nanospec.spec.plan import common_origin, rows_in
 from nanospec.types import Budget, EngineView, Request
 
 PROBE_ROUNDS = 32  # while nothing is drafted, try again so often
-PROBE_REQUESTS = 16  # that are drafted for then; and drafts that must promise too little to stop
+PROBE_REQUESTS = 16  # that are drafted for then
+DOUBTS = 16  # requests, of rounds in a row, whose drafts must promise too little to stop drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Costs(Policy):
             self._doubts += len(told)
             # Nothing known of any: they count as sure of their drafts, and even such do not pay.
             is_settled = was_probe or self._learns or self._known.keys().isdisjoint(told)
-            if is_settled or self._doubts >= PROBE_REQUESTS:
+            if is_settled or self._doubts >= DOUBTS:
                 # By the next probe what they promise will be another thing.
                 self._known, self._copy = {}, None
                 self._rounds_off, self._running_then, self._doubts = 0, None, 0

@@ -2,8 +2,8 @@
 
 Probabilities take three launches. The first surveys stretches of rows, many programs to a row. In
 the second one program per row finds which tokens stay: all whose logit is above some cut, and the
-first of those equal to it. The third writes, stretch by stretch. A draw takes two: the best token
-of each stretch, and of those the best.
+first of those equal to it. The third writes, stretch by stretch. A draw takes one for the best
+token of each stretch, and torch's two to choose among these.
 """
 
 import torch

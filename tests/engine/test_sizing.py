@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from nanospec import LLM
-from nanospec.config import EngineConfig, ModelConfig
+from nanospec.attention.backend import HOST_PLANNED
+from nanospec.attention.flash3_backend import Flash3Attention
+from nanospec.attention.triton_backend import TritonAttention
+from nanospec.config import CAPTURED, EngineConfig, ModelConfig
 from nanospec.engine.sizing import count_pages, run_largest_step
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
@@ -60,6 +63,16 @@ def test_the_largest_step_runs_at_any_size(qwen3: Path, tokens: int, requests: i
     )
     with torch.inference_mode():
         assert run_largest_step(config, decoder(qwen3), PLAIN) > 0
+
+
+# Found in review: FlashAttention 3 was captured, and no memory was kept for its graphs.
+def test_memory_is_kept_for_graphs_of_every_attention_that_is_captured() -> None:
+    cache = helpers.new_cache()
+    found = {"triton": TritonAttention(cache, 4).capability(0)}
+    found["flash3"] = Flash3Attention.capability(TritonAttention(cache, 4), 0)  # as inherited
+    found["flashinfer"] = HOST_PLANNED
+    captured = {name for name, own in found.items() if own.takes_device_counts}
+    assert {*CAPTURED} == {*captured, "auto"}  # which is triton on a GPU
 
 
 @pytest.mark.gpu

@@ -41,11 +41,14 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(400, "no token ids here")
             return
         self._head("text/event-stream")
+        if kind == "die":
+            self.wfile.write(b"1000\r\ndata: {")  # of a chunk of 4096 bytes
+            return
         for start in range(1, count + 1, 3):
             ids = list(range(start, min(start + 3, count + 1)))
             choice: dict[str, Any] = {"text": "".join(f" {token}" for token in ids)}
-            if kind == "ids":
-                choice["token_ids"] = ids
+            if kind != "text":
+                choice["token_ids"] = ids if kind == "ids" else []
             self._send({"choices": [choice]})
             if kind == "break":
                 self._send({"error": {"message": "no more memory"}})
@@ -56,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
     def _head(self, kind: str) -> None:
         self.send_response(200)
         self.send_header("Content-Type", kind)
+        if self.server.kind == "die" and self.command == "POST":
+            self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
 
     def _send(self, event: dict[str, Any]) -> None:
@@ -73,6 +78,9 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
+FAILURES = [("refuse", "no token ids"), ("break", "no more"), ("die", "IncompleteRead")]
+
+
 def served(server: Server, **changes: Any) -> Job:
     url = f"http://127.0.0.1:{server.server_address[1]}"
     own = Job(
@@ -88,7 +96,7 @@ def served(server: Server, **changes: Any) -> Job:
     return replace(own, **changes)
 
 
-@pytest.mark.parametrize("kind", ["ids", "text"])
+@pytest.mark.parametrize("kind", ["ids", "text", "empty ids"])
 def test_a_server_is_read_with_ids_or_without(server: Server, kind: str) -> None:
     server.kind = kind
     found = ab_engines.run(served(server, loads=[(1, 2), (2, 2)]))
@@ -101,7 +109,7 @@ def test_a_server_is_read_with_ids_or_without(server: Server, kind: str) -> None
             assert record["text"] == (None if kind == "ids" else " 1 2 3 4 5 6 7")
 
 
-@pytest.mark.parametrize(("kind", "message"), [("refuse", "no token ids"), ("break", "no more")])
+@pytest.mark.parametrize(("kind", "message"), FAILURES)
 def test_a_server_that_fails_says_why(server: Server, kind: str, message: str) -> None:
     server.kind = kind
     with pytest.raises(SystemExit, match=message):

@@ -130,6 +130,7 @@ def test_what_can_run_runs_though_a_job_fails(
         ("--engines nanospec --modes fast", "'fast' is unknown"),
         ("--engines url", "needs --engine-url"),
         ("--engines nanospec --model here", "need --draft"),
+        ("--engines nanospec --draft there", "needs the --model"),
         ("--engines nanospec --model here --shapes qwen3-8b --modes none", "leave out --model"),
         ("--engines nanospec --modes adaptive", "profile_costs.py"),
         ("--engines nanospec --synthetic-acceptance 1", "out of range"),

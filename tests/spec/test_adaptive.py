@@ -19,6 +19,7 @@ from nanospec.errors import ConfigError
 from nanospec.spec import adaptive as adaptive_module
 from nanospec.spec import speculator as speculators
 from nanospec.spec.adaptive import (
+    DOUBTS,
     PROBE_REQUESTS,
     PROBE_ROUNDS,
     Costs,
@@ -115,14 +116,14 @@ def test_few_requests_go_on_drafting_behind_places_that_are_hard_to_guess() -> N
         assert run(policy, one, bad) > 0  # by the round before
         assert run(policy, one, good) == 0 and goes_on(policy, 1)
     run(policy, one, bad)
-    for index in range(PROBE_REQUESTS):
+    for index in range(DOUBTS):
         assert goes_on(policy, 1), index
         assert run(policy, one, bad) == 0
     assert not goes_on(policy, 1)
-    many = requests_with(*[good] * PROBE_REQUESTS)
+    many = requests_with(*[good] * DOUBTS)
     policy = Costs(dear)
     run(policy, many, bad)
-    assert run(policy, many, bad) == 0 and not goes_on(policy, PROBE_REQUESTS)
+    assert run(policy, many, bad) == 0 and not goes_on(policy, DOUBTS)
 
 
 def test_a_probe_verifies_a_draft_of_each_only_where_that_teaches_something() -> None:
