@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All checks of the project: lint, format, types, tests (arguments go to pytest).
+# All checks of the project: lint, format, types, tests on two cores (arguments go to pytest).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
-pytest "$@"
+pytest -n 2 "$@"

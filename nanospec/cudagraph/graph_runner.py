@@ -209,7 +209,7 @@ def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int, num_draf
     num_graphs += len(lone_tiers(limits))
     if num_drafts > 0:  # for each way to draw
         num_graphs += 3 * len(row_tiers(limits.requests))
-    # Of a draft: logits in 16 bits, q twice in 32; and for one draft of each request at a time what
-    # a filter sorts, which is as much as ten times q.
+    # Of a draft: logits in 16 bits, q twice in 32; and for one draft of each request at a time ten
+    # times as much as q, which is what filters needed when they sorted: more than they do now.
     drafts = num_drafts * vocab_size * (itemsize + 2 * 4 + 10 * 4 // max(limits.plan_rows - 1, 1))
     return (buffers + activations) * itemsize + drafts + num_graphs * _GRAPH_BYTES
