@@ -58,8 +58,7 @@ def warm_up(
                         request.draft, request.max_drafts = draft, width
                     _launch(ctx, resources, vocab_size, [request, _request(ctx, params, 2, 0)])
     _launch(ctx, resources, vocab_size, [_request(ctx, KINDS[0], 2, 0)])  # of one row
-    if resources.records_probs:
-        _draw_drafts(ctx, vocab_size)
+    _draw_drafts(ctx, vocab_size)
     if ctx.runner.buffers(1, 1, 1) is None:
         _launch_loads(ctx, resources, vocab_size, max_num_seqs, max_rows)
     length = min(max_model_len, max_rows)
@@ -79,7 +78,7 @@ def warm_up(
 
 
 def _draw_drafts(ctx: RoundContext, vocab_size: int) -> None:
-    """Draw from logits in fp32, which a DSpark drafter's are whatever the target's are."""
+    """Draw from logits in fp32, which a drafter's may be whatever the target's are."""
     device = ctx.caches[0].k.device
     for params in KINDS[1:]:
         rows = sampling_rows([_request(ctx, params, 2, 0)] * 2, vocab_size, device)
