@@ -8,7 +8,6 @@ Example:
 """
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import math
@@ -32,10 +31,9 @@ _GRAPH_STEP = 32  # rows between the sizes beyond
 class NanospecEngine:
     """This project's engine."""
 
-    def __init__(self, engine: Any, params: Callable[[int], Any], undisturbed: Any):
+    def __init__(self, engine: Any, params: Callable[[int], Any]):
         self._engine = engine
         self._params = params
-        self.undisturbed = undisturbed
         self._running: dict[int, tuple[int, int]] = {}  # by id: prompt, and tokens seen
 
     def start(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
@@ -61,7 +59,6 @@ class NanospecEngine:
 def create_nanospec(job: Job) -> NanospecEngine:
     """Load nanospec."""
     from nanospec import LLM, SamplingParams
-    from nanospec.llm import old_objects_left_alone
     from nanospec.spec.registry import SPECULATORS
 
     speculator = "none" if job.mode == "none" else "dspark"
@@ -97,7 +94,7 @@ def create_nanospec(job: Job) -> NanospecEngine:
         )
 
     llm = LLM(job.model, **(options | job.options))
-    return NanospecEngine(llm.engine, params, old_objects_left_alone)
+    return NanospecEngine(llm.engine, params)
 
 
 class VllmEngine:
@@ -124,12 +121,6 @@ class VllmEngine:
 
     def drain(self) -> None:
         """See `AbEngine.drain`."""
-
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """See `AbEngine.undisturbed`."""
-        from nanospec.llm import old_objects_left_alone
-
-        return old_objects_left_alone()
 
 
 def create_vllm(job: Job) -> VllmEngine:

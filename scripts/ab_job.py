@@ -1,10 +1,11 @@
 """What an engine is asked in a comparison, and the one driver that asks and watches it."""
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from nanospec.llm import old_objects_left_alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +67,6 @@ class AbEngine(Protocol):
     def drain(self) -> None:
         """Leave nothing behind, after all requests ended."""
 
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the engine's process is at its best."""
-
 
 def drive(
     engine: AbEngine, prompts: Sequence[Sequence[int]], max_tokens: int, load: int
@@ -82,7 +80,7 @@ def drive(
     """
     records: list[dict[str, Any]] = []
     done = 0
-    with engine.undisturbed():
+    with old_objects_left_alone():
         started = time.perf_counter()
         while done < len(prompts):
             while len(records) < len(prompts) and len(records) - done < load:

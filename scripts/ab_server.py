@@ -69,10 +69,6 @@ class UrlEngine:
     def drain(self) -> None:
         """See `AbEngine.drain`."""
 
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """See `AbEngine.undisturbed`."""
-        return contextlib.nullcontext()
-
     def _request(self, index: int, body: dict[str, Any]) -> None:
         request = urllib.request.Request(
             f"{self._base}/completions",

@@ -33,10 +33,10 @@ from triton import OutOfResources
 from nanospec.attention import paged_triton
 from nanospec.attention.backend import create_attention
 from nanospec.attention.batch import ForwardBatch
-from nanospec.attention.flash3_backend import load_library
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.attention.paged_triton import LaunchShape
 from nanospec.attention.triton_backend import HEAD_DIMS
+from nanospec.errors import BackendUnavailableError
 
 try:
     import flashinfer
@@ -124,9 +124,12 @@ class Bench:
         self._y = self._x @ self._weights[0]  # a capture must not make cuBLAS's handle
         self.gemms_us = self.time()
         self.has_flash3 = True
+        sizes = {"num_layers": 1, "num_pages": 1, "page_size": args.page_size}
+        sizes |= {"num_kv_heads": args.kv_heads, "head_dim": args.head_dim}
         try:
-            load_library()
-        except ImportError as problem:
+            cache = PagedKVCache(**sizes, dtype=DTYPE, device=self.keys.device)
+            create_attention("flash3", cache, args.heads)
+        except BackendUnavailableError as problem:
             self.has_flash3 = False
             print(f"FlashAttention 3 is left out: {problem}", file=sys.stderr)
 

@@ -6,7 +6,6 @@ import math
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,9 +221,6 @@ class Scripted:
 
     def drain(self) -> None:
         self.drained = True
-
-    def undisturbed(self) -> Any:
-        return nullcontext()
 
 
 def test_the_driver_keeps_so_many_in_flight_and_notes_everything() -> None:
