@@ -26,6 +26,7 @@ def _qkv_kernel(
     eps,
     num_heads,
     num_kv_heads,
+    stride_layer,
     IS_NORMED: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
@@ -33,11 +34,15 @@ def _qkv_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    layer = tl.program_id(2).to(tl.int64)
     dim = tl.arange(0, DIM)
     partner = (dim + DIM // 2) % DIM  # the first half of a head pairs with the second
     total = num_heads + 2 * num_kv_heads
     live = (head < total)[:, None]
-    base = qkv_ptr + row * total * DIM + head[:, None] * DIM
+    base = qkv_ptr + (layer * tl.num_programs(0) + row) * total * DIM + head[:, None] * DIM
+    k_weight_ptr += layer * DIM
+    k_ptr += layer * stride_layer
+    v_ptr += layer * stride_layer
     is_q = (head < num_heads)[:, None]
     is_v = (head >= num_heads + num_kv_heads)[:, None]
     if IS_NORMED:
@@ -84,7 +89,7 @@ def rotate_and_store(
 
     Args:
         qkv: [T, (Hq + 2 Hkv) * D], projected.
-        num_heads: Hq; 0 where nothing is asked, and only keys and values are wanted.
+        num_heads: Hq.
         norms: weights [D] of query and key heads, and epsilon; None: heads are not normalised.
         rope: cosines and sines [T, 1, D].
         k: [S, Hkv, D], a layer's keys, to be written.
@@ -94,15 +99,53 @@ def rotate_and_store(
     Returns:
         [T, Hq, D].
     """
-    num_kv_heads, head_dim = k.shape[-2:]
-    num_rows, total = len(qkv), num_heads + 2 * num_kv_heads
-    assert qkv.shape[1] == total * head_dim and qkv.is_contiguous(), "malformed projection"
-    q = qkv.new_empty(num_rows, num_heads, head_dim)
+    q = qkv.new_empty(len(qkv), num_heads, k.shape[-1])
+    _launch(qkv[None], q, norms, rope, k[None], v[None], slots)
+    return q
+
+
+def store_layers(
+    kv: Tensor,
+    norms: tuple[Tensor, float] | None,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> None:
+    """Normalise and rotate the key heads of several layers; store keys and values.
+
+    Args:
+        kv: [L, T, 2 Hkv * D], projected.
+        norms: weights [L, D] of key heads, and epsilon; None: heads are not normalised.
+        rope: cosines and sines [T, 1, D].
+        k: [L, S, Hkv, D], keys, to be written.
+        v: [L, S, Hkv, D], values.
+        slots: [T] int64.
+    """
+    own = None if norms is None else (norms[0], *norms)
+    _launch(kv, kv.new_empty(kv.shape[1], 0, k.shape[-1]), own, rope, k, v, slots)
+
+
+def _launch(
+    qkv: Tensor,
+    q: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> None:
+    num_layers, num_rows, width = qkv.shape
+    num_heads, (num_kv_heads, head_dim) = q.shape[1], k.shape[-2:]
+    total = num_heads + 2 * num_kv_heads
+    assert width == total * head_dim and qkv.is_contiguous(), "malformed projection"
+    assert k.stride() == v.stride() and k[0].is_contiguous(), "malformed cache"
     if num_rows == 0:
-        return q
+        return
     cos, sin = rope
     q_weight, k_weight, eps = norms or (cos, cos, 0.0)
-    _qkv_kernel[(num_rows, triton.cdiv(total, _HEADS))](
+    assert norms is None or k_weight.numel() == num_layers * head_dim, "a norm for each layer"
+    _qkv_kernel[(num_rows, triton.cdiv(total, _HEADS), num_layers)](
         qkv,
         q_weight,
         k_weight,
@@ -115,10 +158,10 @@ def rotate_and_store(
         eps,
         num_heads,
         num_kv_heads,
+        k.stride(0),
         IS_NORMED=norms is not None,
         DIM=head_dim,
         HEADS=_HEADS,
         num_warps=2,  # of a head 16 numbers a thread: two heads a warp, four times
         **pdl.launch_options(qkv),
     )
-    return q

@@ -23,7 +23,7 @@ from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.errors import CheckpointError
 from nanospec.models.decoder import DecoderLayer
-from nanospec.models.layers import Attention, Linear, RMSNorm, RotaryEmbedding
+from nanospec.models.layers import Attention, Linear, RMSNorm, RotaryEmbedding, StackedKeysValues
 from nanospec.text import read_json
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -283,6 +283,7 @@ class DSparkDrafter(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(shape, layer, dtype, device) for layer in range(shape.num_layers)
         )
+        self._keys_values = StackedKeysValues([_attention_of(layer) for layer in self.layers])
         self.norm = RMSNorm(width, eps, dtype, device)
         self.markov_head = MarkovHead(config, dtype, device) if config.markov_rank else None
         self.confidence_head = (
@@ -312,8 +313,7 @@ class DSparkDrafter(nn.Module):
     ) -> None:
         """Store what `context` returns in slots [C] of the drafter's own cache."""
         fused, rope = self._fused(features, positions)
-        for layer in self.layers:
-            _attention_of(layer).store_keys_values(fused, rope, cache, slots)
+        self._keys_values.store(fused, rope, cache, slots)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Run the rows of blocks; return final hidden states [T, H], normed.

@@ -4,7 +4,7 @@ In float32 they compute the same; in 16 bits RMSNorm rounds once, after the weig
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -214,7 +214,7 @@ class Attention(nn.Module):
         """Map [T, H] to [T, H]; `rope` is what `RotaryEmbedding.tables` gives."""
         qkv = self.qkv_proj(x)
         if _has_kernels(x) and isinstance(attention, FusesQKV):
-            out = attention.attend_qkv(self._layer, qkv, self._norms, rope)
+            out = attention.attend_qkv(self._layer, qkv, self.norms, rope)
             fused: Tensor = self.o_proj(out.flatten(1))
             return fused
         heads = qkv.unflatten(-1, (-1, self._head_dim))
@@ -226,31 +226,60 @@ class Attention(nn.Module):
         return projected
 
     @property
-    def _norms(self) -> tuple[Tensor, Tensor, float] | None:
+    def num_kv_rows(self) -> int:
+        """How many of the last rows of the projection make keys and values: 2 Hkv * D."""
+        return 2 * self._split[1] * self._head_dim
+
+    @property
+    def norms(self) -> tuple[Tensor, Tensor, float] | None:
         """Weights of the head norms, and their epsilon."""
         return (self.q_norm.weight, self.k_norm.weight, self._eps) if self._qk_norm else None
 
-    def store_keys_values(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: PagedKVCache, slots: Tensor
-    ) -> None:
-        """Store keys and values of rows [T, H] that ask nothing, in slots [T] of this layer."""
-        if _has_kernels(x) and self._head_dim & (self._head_dim - 1) == 0:
-            from nanospec.attention import qkv_triton
-
-            weight = self.qkv_proj.weight[self._split[0] * self._head_dim :]
-            own = (cache.k[self._layer], cache.v[self._layer], slots)
-            qkv_triton.rotate_and_store(linear(x, weight), 0, self._norms, rope, *own)
-            return
-        cache.store(self._layer, *self.keys_values(x, rope), slots)
-
     def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys, rotated, and values, [T, Hkv, D] each, of rows [T, H] that ask nothing."""
-        weight = self.qkv_proj.weight[self._split[0] * self._head_dim :]
-        heads = F.linear(x, weight).view(len(x), -1, self._head_dim)
-        k, v = heads.chunk(2, dim=1)
+        heads = F.linear(x, self.qkv_proj.weight[-self.num_kv_rows :])
+        k, v = heads.view(len(x), -1, self._head_dim).chunk(2, dim=1)
         if self._qk_norm:
             k = self.k_norm(k)
         return rotate(k, *rope), v
+
+
+class StackedKeysValues:
+    """Keys and values of several layers, all made of the same rows: one product, one launch.
+
+    Invariant: the layers' weights are views of what is kept here.
+    """
+
+    def __init__(self, layers: Sequence[Attention]):
+        """Bring the weights of layers of one shape together, each in a place of its own."""
+        self._layers = layers
+        weights = _stack([layer.qkv_proj.weight for layer in layers])
+        self._weights = weights[:, -layers[0].num_kv_rows :]  # [L, 2 Hkv * D, H]
+        norms = [layer.norms for layer in layers]
+        self._norms = None
+        if norms[0] is not None:
+            self._norms = (_stack([layer.k_norm.weight for layer in layers]), norms[0][2])
+
+    def store(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: PagedKVCache, slots: Tensor
+    ) -> None:
+        """Store keys and values of rows [T, H] in slots [T] of all layers of a cache."""
+        if _has_kernels(x) and cache.head_dim & (cache.head_dim - 1) == 0:
+            from nanospec.attention import qkv_triton
+
+            kv = torch.bmm(x.expand(len(self._weights), -1, -1), self._weights.mT)
+            qkv_triton.store_layers(kv, self._norms, rope, cache.k, cache.v, slots)
+            return
+        for index, layer in enumerate(self._layers):
+            cache.store(index, *layer.keys_values(x, rope), slots)
+
+
+def _stack(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Move parameters of one shape into one tensor [L, ..], of which they become parts."""
+    whole = torch.stack([parameter.data for parameter in parameters])
+    for parameter, own in zip(parameters, whole, strict=True):
+        parameter.data = own
+    return whole
 
 
 class MLP(nn.Module):

@@ -27,7 +27,7 @@ def by_torch(
     return rotate(q, *rope), rotate(k, *rope), v
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (0, 2, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64)])
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_kernel_does_what_the_layer_and_the_cache_do(
@@ -63,3 +63,31 @@ def test_the_kernel_does_what_the_layer_and_the_cache_do(
     untouched[slots] = False
     for now, then in zip((cache.k, cache.v), before, strict=True):
         assert torch.equal(now[0], then[0]) and torch.equal(now[1, untouched], then[1, untouched])
+
+
+@pytest.mark.parametrize(("kv_heads", "dim"), [(2, 8), (5, 16)])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_keys_and_values_of_all_layers_are_stored_as_by_each_alone(
+    kv_heads: int, dim: int, is_normed: bool, device: torch.device
+) -> None:
+    from nanospec.attention import qkv_triton
+
+    generator = torch.Generator().manual_seed(kv_heads)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    options = {"num_kv_heads": kv_heads, "head_dim": dim, "num_layers": 3}
+    cache = helpers.new_cache(8, 4, device=device, dtype=torch.float32, **options)
+    before = cache.v.clone()
+    kv, weights = random(3, 5, 2 * kv_heads * dim), random(3, dim)
+    rope = (random(5, 1, dim), random(5, 1, dim))
+    slots = torch.tensor([3, 17, 4, 30, 9], device=device)
+    norms = (weights, EPS) if is_normed else None
+    qkv_triton.store_layers(kv, norms, rope, cache.k, cache.v, slots)
+    for layer, (own, weight) in enumerate(zip(kv, weights, strict=True)):
+        own_norms = (weight, weight, EPS) if is_normed else None
+        _, k, v = by_torch(own, 0, kv_heads, own_norms, rope)
+        torch.testing.assert_close(cache.k[layer, slots], k, rtol=1e-5, atol=1e-5)
+        assert torch.equal(cache.v[layer, slots], v)
+    assert int((cache.v != before).any(dim=(2, 3)).sum()) == 3 * len(slots)

@@ -1,5 +1,6 @@
 """RoPE frequencies equal transformers' for every supported kind."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 
 from nanospec.config import ModelConfig, RopeConfig
 from nanospec.models.layers import (
+    Attention,
     RotaryEmbedding,
+    StackedKeysValues,
     add_rms_norm,
     inverse_frequencies,
     rope_tables,
     swiglu,
 )
+from tests import helpers
 from tests.test_config import LLAMA
 
 SCALINGS: list[dict[str, Any]] = [
@@ -131,3 +135,28 @@ def test_the_swiglu_kernel_is_the_reference(
         want = swiglu(x)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-3
     torch.testing.assert_close(layers_triton.swiglu(x), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@torch.inference_mode()
+def test_stacked_layers_store_what_each_makes_of_weights_that_come_later(
+    qwen3: Path, num_rows: int, device: torch.device
+) -> None:
+    config = ModelConfig.from_folder(qwen3)
+    layers = [Attention(config, layer, torch.float32, device) for layer in range(3)]
+    stacked = StackedKeysValues(layers)
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers:  # as a loader fills them
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    shape = {"num_layers": 3, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    cache = helpers.new_cache(16, 4, device=device, **shape)
+    x = torch.randn(num_rows, config.hidden_size, generator=generator).to(device)
+    rope = RotaryEmbedding(config.rope, config.head_dim, device)
+    tables = rope.tables(torch.arange(7, 7 + num_rows, device=device), x.dtype)
+    slots = torch.arange(num_rows, device=device) + 3
+    stacked.store(x, tables, cache, slots)
+    for index, layer in enumerate(layers):
+        keys, values = layer.keys_values(x, tables)
+        torch.testing.assert_close(cache.k[index, slots], keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(cache.v[index, slots], values, rtol=1e-4, atol=1e-4)
