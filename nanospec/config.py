@@ -23,6 +23,9 @@ RUN_AHEADS = ("auto", "on", "off")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
 EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter
 GRAPH_PROMPT_ROWS = 256  # of prompts that CUDA graphs hold beside all plans
+PROMPT_ROWS = 2048  # of prompts that a forward holds beside all plans
+# Of all plans in a forward: so many keep any GPU's arithmetic busy, so that more only take longer.
+MOST_PLAN_ROWS = 4096
 MAX_DRAFT_LEN = 63  # with the root, the rows that one 64-bit word can speak of
 
 
@@ -50,7 +53,7 @@ class EngineConfig:
     page_size: int = 16  # tokens per KV page
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int = 256  # requests that may run at once
-    max_num_batched_tokens: int = 2048  # rows of one forward
+    max_num_batched_tokens: int | None = None  # rows of one forward; None: plans and prompts
     kv_cache_gib: float | None = None  # GiB; None: what is free (on a CPU at most 4 GiB)
     gpu_memory_utilization: float = 0.9  # share of GPU memory that weights, step and cache may use
     prefix_caching: bool = True
@@ -80,9 +83,10 @@ class EngineConfig:
             raise ConfigError(
                 f"max_graph_rows={self.max_graph_rows} is out of range; pass 0 or more"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        given_rows = self.max_num_batched_tokens
+        if given_rows is not None and given_rows < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_batched_tokens={given_rows} is below "
                 f"max_num_seqs={self.max_num_seqs}, so a step could not advance every request; "
                 f"raise the first or lower the second"
             )
@@ -91,6 +95,19 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             given = f"gpu_memory_utilization={self.gpu_memory_utilization}"
             raise ConfigError(f"{given} is out of range; pass more than 0 and at most 1")
+
+    def forward_rows(self, plan_rows: int) -> int:
+        """Return how many rows one forward may have.
+
+        Without an option all plans fit beside prompts: a fixed number would leave plans without
+        drafts where many requests run.
+
+        Args:
+            plan_rows: of a request's plan at most.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return self._rows_of_plans(plan_rows) + PROMPT_ROWS
 
     def graph_rows(self, plan_rows: int) -> int:
         """Return how many rows the largest CUDA graph has.
@@ -103,8 +120,12 @@ class EngineConfig:
         """
         if self.max_graph_rows is not None:
             return self.max_graph_rows
-        most = self.max_num_seqs * plan_rows + GRAPH_PROMPT_ROWS
-        return min(most, self.max_num_batched_tokens)
+        most = self._rows_of_plans(plan_rows) + GRAPH_PROMPT_ROWS
+        return min(most, self.forward_rows(plan_rows))
+
+    def _rows_of_plans(self, plan_rows: int) -> int:
+        most = self.max_num_seqs * plan_rows
+        return max(min(most, MOST_PLAN_ROWS), self.max_num_seqs)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":

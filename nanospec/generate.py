@@ -150,7 +150,11 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     add("--page-size", type=int, default=16, help="tokens per KV page")
     add("--max-model-len", type=int, help="tokens of prompt and output (default: the model's)")
     add("--max-num-seqs", type=int, default=256, help="requests that may run at once")
-    add("--max-num-batched-tokens", type=int, default=2048, help="rows of one forward")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        help="rows of one forward (default: of all plans, at most 4096, and 2048 of prompts)",
+    )
     add("--kv-cache-gib", type=float, help="GiB (default: what is free; on a CPU at most 4)")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory to use")
     add(

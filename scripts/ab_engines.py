@@ -24,7 +24,6 @@ from ab_server import UrlEngine
 
 WARM_UP_TOKENS = 16  # of each request that is not counted
 _GRAPH_ROWS = 512  # the most that vLLM captures unless told otherwise (0.33, config/vllm.py)
-_PROMPT_ROWS = 2048  # of a round, beside all drafts, of nanospec
 _GRAPH_STEP = 32  # rows between the sizes beyond
 
 
@@ -80,7 +79,6 @@ def create_nanospec(job: Job) -> NanospecEngine:
         "load_format": job.load_format,
         "max_model_len": job.max_model_len,
         "max_num_seqs": job.max_num_seqs,
-        "max_num_batched_tokens": job.most_rows + _PROMPT_ROWS,
         "prefix_caching": False,
         "seed": job.seed,
     }

@@ -4,8 +4,8 @@
 Each engine runs in a process of its own, loaded once for all concurrencies of a mode, one after the
 other; with --repeats they take turns. Both get the same token ids, made once. Tokens per second
 count over wall time, from the first admission to the last token, so the last requests, which run
-beside fewer and fewer, count too; give --prompts-per-slot 4 or more where that matters. nanospec
-gets rows for prompts beside all drafts (`max_num_batched_tokens`), vLLM graphs of all its rows.
+beside fewer and fewer, count too; give --prompts-per-slot 4 or more where that matters. vLLM gets
+graphs of all its rows.
 
 Example:
     python scripts/ab_vllm.py --engines nanospec --modes none,spec --concurrency 1,4 --limit 8

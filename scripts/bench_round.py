@@ -154,7 +154,6 @@ def bench_mode(
         kv_cache_gib=args.kv_cache_gib,
         max_model_len=args.prompt + 8 * args.tokens * args.repeats,
         max_num_seqs=max(batches),
-        max_num_batched_tokens=max(2048, 8 * max(batches)),
         prefix_caching=False,
     )
     torch.cuda.synchronize()

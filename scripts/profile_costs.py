@@ -102,8 +102,8 @@ class Bench:
         self._drafts = (STRETCHES, rounds) if on_gpu else (rounds, 1)
         self.most_drafts = engine.speculator.effective.max_rows - 1
         self.tiers: Sequence[int] = getattr(engine._ctx.runner, "tiers", ())
-        config = engine.speculator.setup.config
-        self.max_num_seqs, self.max_rows = config.max_num_seqs, config.max_num_batched_tokens
+        self.max_num_seqs = engine.speculator.setup.config.max_num_seqs
+        self.max_rows = engine.scheduler.max_num_batched_tokens
         self._hook = "propose_ahead" if engine._ctx.runs_ahead else "propose"
         self._generator = torch.Generator().manual_seed(SEED)
         self._prompts = self._random_tokens(self.max_num_seqs, context)
@@ -322,8 +322,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = EngineConfig.from_options({"model": args.model} | options)
     loads = parse_loads(args.requests, config.max_num_seqs)
     # Prompts come in turns, each of which lets earlier ones generate a token; whatever is accepted
-    # then, the end must stay out of sight.
-    turns = max(loads) * args.context // config.max_num_batched_tokens + 1
+    # then, the end must stay out of sight. What plans add to a forward's rows is not known here.
+    turns = max(loads) * args.context // config.forward_rows(plan_rows=1) + 1
     timed = (WARM_UP + max(args.rounds, STRETCHES) + 2) * (1 + (config.max_draft_len or 16))
     longest = args.context + turns + timed + 2 * MAX_DRAFT_LEN
     llm = LLM(args.model, max_model_len=longest, **options)

@@ -469,7 +469,6 @@ def main(argv: Sequence[str] | None = None) -> bool:
         "max_tokens": args.max_tokens,
         "max_model_len": args.max_length,
         "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": max(2048, args.max_num_seqs),
         "kv_cache_gib": args.kv_cache_gib,
         "seed": args.seed,
         "device": args.device,

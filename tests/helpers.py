@@ -326,7 +326,7 @@ def make_context(
         scheduler=Scheduler(
             PageAllocator(num_pages, page_size, prefix_caching=prefix_caching),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.forward_rows(speculator.effective.max_rows),
             admit_limit=speculator.admit_limit,
         ),
         caches=[new_cache(num_pages + 1, page_size)],

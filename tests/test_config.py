@@ -94,6 +94,19 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any]) -> None
     assert next(iter(options)) in str(raised.value)
 
 
+def test_by_default_a_forward_has_rows_for_prompts_beside_all_plans() -> None:
+    config = EngineConfig(model="x", max_num_seqs=256)
+    assert [config.forward_rows(rows) for rows in (1, 8)] == [256 + 2048, 8 * 256 + 2048]
+    own = EngineConfig(model="x", max_num_seqs=256, max_num_batched_tokens=256)
+    assert own.forward_rows(8) == 256  # whatever plans would like
+    assert EngineConfig(model="x", max_num_seqs=5000).forward_rows(1) == 5000 + 2048
+
+
+def test_wide_plans_of_many_requests_do_not_make_a_forward_ever_larger() -> None:
+    config = EngineConfig(model="x", max_num_seqs=256)
+    assert (config.forward_rows(64), config.graph_rows(64)) == (4096 + 2048, 4096 + 256)
+
+
 def test_adaptive_modes_are_understood() -> None:
     assert parse_adaptive("off", 7) == ("off", None)
     assert parse_adaptive("auto", 7) == ("auto", None)

@@ -12,6 +12,10 @@ from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.types import Capability
 
+# Rows at once: longer chunks are cut, as half the square of a causal mask is wasted. What is masked
+# otherwise is shorter.
+_MOST_ROWS = 512
+
 
 class TorchAttention:
     """See `AttentionBackend`. Works on every device, dtype, page size and head width."""
@@ -35,11 +39,13 @@ class TorchAttention:
         self._segments = []
         size, start = self._cache.page_size, 0
         for index, (qo_len, kv_len) in enumerate(zip(*batch.lens(), strict=True)):
-            rows = slice(start, start + qo_len)
+            for first in range(0, qo_len, _MOST_ROWS):
+                end = min(first + _MOST_ROWS, qo_len)
+                rows = slice(start + first, start + end)
+                seen = kv_len if batch.is_full else kv_len - qo_len + end
+                pages = batch.page_tables[index, : -(-seen // size)].long()
+                self._segments.append(_Segment(rows, seen, pages, _mask(batch, rows, seen)))
             start += qo_len
-            pages = batch.page_tables[index, : -(-kv_len // size)].long()
-            if qo_len > 0:
-                self._segments.append(_Segment(rows, kv_len, pages, _mask(batch, rows, kv_len)))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend.attend`."""

@@ -84,7 +84,7 @@ class Engine:
                 self._ctx,
                 self.speculator.effective,
                 self.model_config.vocab_size,
-                max_rows=config.max_num_batched_tokens,
+                max_rows=self._ctx.scheduler.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.max_model_len,
             )
@@ -256,7 +256,7 @@ class Engine:
         scheduler = Scheduler(
             PageAllocator(num_pages, config.page_size, prefix_caching=config.prefix_caching),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.forward_rows(speculator.effective.max_rows),
             admit_limit=speculator.admit_limit,
         )
         return RoundContext(

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from nanospec.config import PROMPT_ROWS
 from nanospec.engine.pages import PageAllocator
 from nanospec.errors import ConfigError
 from nanospec.spec.budget import deal, spread
@@ -77,10 +78,13 @@ class Scheduler:
         """Choose the segments of the next forward; their pages are held when this returns.
 
         Rows of requests that already generate come first, as a long prompt must not stall them;
-        then prompts. Drafts may have the rows that are left; whose they are is not decided here.
+        then `PROMPT_ROWS` of prompts, their drafts, and more of prompts. Which drafts get a row is
+        not decided here.
         """
         segments = [Segment(request, 1) for request in self._grow()]
-        budget = self.max_num_batched_tokens - len(segments)
+        room = self.max_num_batched_tokens - len(segments)
+        num_drafts = sum(segment.request.num_planned for segment in segments)
+        budget = max(room - num_drafts, min(room, PROMPT_ROWS))
         for request in self.running:
             if _num_pending(request) > 1 and budget > 0:
                 segments.append(Segment(request, min(_num_pending(request), budget)))

@@ -158,28 +158,30 @@ def graph_limits(
         takes_device_counts: whether attention can be captured at all.
         max_model_len: tokens of the longest request.
     """
-    most = min(config.max_num_seqs * resources.max_rows, config.max_num_batched_tokens)
-    rows = config.graph_rows(resources.max_rows)
+    plan_rows = resources.max_rows
+    most = min(config.max_num_seqs * plan_rows, config.forward_rows(plan_rows))
+    rows = config.graph_rows(plan_rows)
     return GraphLimits(
         rows=rows if takes_device_counts else 0,
         requests=config.max_num_seqs,
         logits=min(rows, most),
         # A round in flight, the next and its drafts may all reach beyond the end.
-        pages=-(-(max_model_len + 3 * resources.max_rows) // config.page_size),
-        plan_rows=resources.max_rows,
+        pages=-(-(max_model_len + 3 * plan_rows) // config.page_size),
+        plan_rows=plan_rows,
         has_words=resources.kind > PlanKind.CHAIN,
     )
 
 
 def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resources) -> int:
-    """Run `max_num_batched_tokens` rows of `max_num_seqs` requests, and sample with every filter.
+    """Run as many rows as a forward may have, of `max_num_seqs` requests; sample with every filter.
 
     Every row that a plan may hold is sampled, with the draft probabilities alive beside.
 
     Returns:
         The bytes of the temporary cache this took.
     """
-    batch = _largest_batch(config, decoder.device)
+    most = config.forward_rows(resources.max_rows)
+    batch = _largest_batch(config, most, decoder.device)
     num_pages = int(batch.page_tables.max()) + 1
     weight = decoder.embed_tokens.weight
     cache = new_cache(config, decoder.config, num_pages, weight)
@@ -188,7 +190,7 @@ def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resource
     shape = (2, config.max_num_seqs, num_drafts, decoder.config.vocab_size)
     draft_probs = torch.empty(shape, device=weight.device)
     attention = create_attention(config.attention, cache, decoder.config.num_heads)
-    num_rows = min(config.max_num_seqs * resources.max_rows, config.max_num_batched_tokens)
+    num_rows = min(config.max_num_seqs * resources.max_rows, most)
     batch = dataclasses.replace(batch, logit_rows=torch.arange(num_rows, device=weight.device))
     logits = EagerRunner(decoder, attention, resources.taps).run(batch).logits
     ones = torch.ones(len(logits), device=decoder.device)
@@ -210,8 +212,8 @@ def run_largest_step(config: EngineConfig, decoder: Decoder, resources: Resource
     return cache.k.nbytes + cache.v.nbytes
 
 
-def _largest_batch(config: EngineConfig, device: torch.device) -> ForwardBatch:
-    num_tokens, num_reqs = config.max_num_batched_tokens, config.max_num_seqs
+def _largest_batch(config: EngineConfig, num_tokens: int, device: torch.device) -> ForwardBatch:
+    num_reqs = config.max_num_seqs
     ends = [num_tokens * (index + 1) // num_reqs for index in range(num_reqs)]
     qo_lens = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     tables: list[list[int]] = []

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.attention import torch_backend
 from nanospec.attention.backend import create_attention
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
@@ -58,6 +59,21 @@ def test_every_row_attends_to_what_its_mask_shows(seed: int, page_size: int, kin
     attention.begin(batch)
     out = attention.attend(0, q, k, v)
     torch.testing.assert_close(cache.k[0, batch.slots], k, rtol=0, atol=0)
+    want = attend_by_formula(cache, batch, q)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_long_chunk_is_attended_in_parts(monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
+    cache = helpers.new_cache(num_pages=200, page_size=3)
+    batch = helpers.random_batch(1, cache, num_plain=4, num_masked=0, is_full=is_full)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(batch.num_tokens, heads, 8) for heads in (6, 2, 2))
+    monkeypatch.setattr(torch_backend, "_MOST_ROWS", 2)
+    assert max(batch.lens()[0]) > 2 * 2
+    attention = TorchAttention(cache)
+    attention.begin(batch)
+    out = attention.attend(0, q, k, v)
     want = attend_by_formula(cache, batch, q)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
 

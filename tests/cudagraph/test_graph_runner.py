@@ -29,7 +29,9 @@ KINDS = ["none", "ngram", "trie", "dspark", "dspark-tree", "dspark-adaptive", "l
 def test_graphs_hold_a_short_prompt_beside_all_plans() -> None:
     config = EngineConfig(model="x", max_num_seqs=256)
     assert config.graph_rows(1) == 256 + 256
-    assert config.graph_rows(8) == config.max_num_batched_tokens  # no forward has more
+    assert config.graph_rows(8) == 2048 + 256
+    few = EngineConfig(model="x", max_num_seqs=256, max_num_batched_tokens=2048)
+    assert few.graph_rows(8) == 2048  # no forward has more
     assert EngineConfig(model="x", max_graph_rows=7).graph_rows(8) == 7
 
 

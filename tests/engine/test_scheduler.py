@@ -48,6 +48,22 @@ def test_long_prompts_are_cut_and_decode_rows_come_first() -> None:
     assert sizes(own.schedule()) == [(0, 1), (1, 3), (2, 5)]
 
 
+@pytest.mark.parametrize(
+    ("budget", "num_drafts", "prompt_rows"), [(40, 8, 18), (24, 8, 14), (14, 8, 10), (11, 8, 9)]
+)
+def test_prompts_leave_drafts_their_rows_but_for_a_few(
+    monkeypatch: pytest.MonkeyPatch, budget: int, num_drafts: int, prompt_rows: int
+) -> None:
+    monkeypatch.setattr("nanospec.engine.scheduler.PROMPT_ROWS", 10)
+    own, _ = scheduler(budget=budget)
+    for request in add(own, 1, 1, 18)[:2]:
+        own.waiting.remove(request)
+        own.running.append(request)
+        request.pages, request.max_drafts = own.pages.allocate(2), num_drafts // 2
+        request.draft = Draft(list(range(num_drafts // 2)))
+    assert sizes(own.schedule()) == [(0, 1), (1, 1), (2, prompt_rows)]
+
+
 def test_a_segment_samples_only_where_its_last_row_is_the_root() -> None:
     request = helpers.make_request(range(5))
     assert not Segment(request, 4).samples

@@ -65,6 +65,16 @@ def test_the_largest_step_runs_at_any_size(qwen3: Path, tokens: int, requests: i
         assert run_largest_step(config, decoder(qwen3), PLAIN) > 0
 
 
+def test_the_largest_step_has_all_rows_that_a_forward_may_have(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanospec.config.PROMPT_ROWS", 5)
+    config = EngineConfig(model="x", max_num_seqs=3, page_size=1)
+    with torch.inference_mode():
+        size = run_largest_step(config, decoder(qwen3), Resources(PlanKind.CHAIN, 4))
+    assert size == (3 * 4 + 5) * PAGE_BYTES // 16  # a page for each row
+
+
 # Found in review: FlashAttention 3 was captured, and no memory was kept for its graphs.
 def test_memory_is_kept_for_graphs_of_every_attention_that_is_captured() -> None:
     cache = helpers.new_cache()

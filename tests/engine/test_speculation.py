@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from nanospec import LLM
+from nanospec.attention.backend import HOST_PLANNED
 from nanospec.attention.batch import slots_of
+from nanospec.attention.torch_backend import TorchAttention
 from nanospec.errors import ConfigError
 from nanospec.spec.dspark import DSparkSpeculator
 from nanospec.spec.registry import SPECULATORS
@@ -293,6 +295,44 @@ def test_a_new_prompt_comes_before_drafts(qwen3: Path, plain: Any, register: Any
             count += 1
         steps.append(count)
     assert steps[0] == steps[1] == 2
+
+
+# Found against vLLM: with many requests their drafts lost their rows to whatever prompt came.
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 24])
+def test_by_default_a_prompt_takes_no_rows_of_drafts(
+    qwen3: Path,
+    plain: Any,
+    register: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_batched_tokens: int | None,
+) -> None:
+    monkeypatch.setattr("nanospec.config.PROMPT_ROWS", 18)
+    late_prompt = PROMPTS[4][:26]
+    known = plain | {tuple(late_prompt): [5] * 9}
+    options = options_of(qwen3, oracle(known, wrong_at=range(63), tree=False), register)
+    options |= {"max_num_seqs": 3, "max_num_batched_tokens": max_num_batched_tokens}
+    engine = helpers.make_llm(qwen3, **options).engine
+    rows: list[int] = []
+    engine.observers.append(lambda step: rows.append(step.num_tokens))
+    for prompt in PROMPTS[:2]:
+        engine.add(prompt, helpers.greedy(30))
+    for _ in range(6):
+        engine.step()
+    engine.add(late_prompt, helpers.greedy(1))
+    engine.step()
+    assert rows[-1] == (2 * 8 + 26 if max_num_batched_tokens is None else 24)
+
+
+def test_a_forward_has_rows_for_what_was_agreed_on(
+    qwen3: Path, register: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_of(qwen3, RandomDrafts, register) | {"max_num_seqs": 3, "max_draft_len": 7}
+    asked = helpers.make_llm(qwen3, **options).engine.scheduler.max_num_batched_tokens
+    monkeypatch.setattr(
+        TorchAttention, "capability", lambda self, layer: replace(HOST_PLANNED, max_rows=4)
+    )
+    agreed = helpers.make_llm(qwen3, **options).engine.scheduler.max_num_batched_tokens
+    assert (asked, agreed) == (3 * 8 + 2048, 3 * 4 + 2048)
 
 
 # Found in review: one tree put every request of the batch on the masked kernel.

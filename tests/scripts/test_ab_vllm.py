@@ -308,14 +308,29 @@ def test_shapes_bring_random_prompts_and_no_stop(tmp_path: Path) -> None:
     assert config["model_type"] == "qwen3" and config["hidden_size"] == 4096
 
 
+def costs(tmp_path: Path) -> str:
+    """Write a cost table of the embedded pair."""
+    setup, path = LLM(**CPU).engine.speculator, tmp_path / "costs.json"
+    stated = about(setup.setup, type(setup).__name__, setup.effective.max_rows)
+    CostTable(((1, 10.0), (64, 11.0)), ((1, 1.0),), 64, stated).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["none", "spec", "adaptive"])
+def test_in_every_mode_there_are_rows_for_prompts_beside_all_drafts(
+    mode: str, tmp_path: Path
+) -> None:
+    own = job(mode=mode, draft=None if mode == "none" else DRAFTER, cost_table=costs(tmp_path))
+    engine = ab_engines.create_nanospec(own)._engine
+    assert engine.scheduler.max_num_batched_tokens == own.most_rows + 2048
+    assert own.most_rows == (2 if mode == "none" else 2 * 8)
+
+
 @pytest.mark.parametrize("coins", [None, 0.8])
 def test_adaptive_mode_takes_a_table_with_coins_or_without(
     coins: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SPECULATORS, "synthetic", SPECULATORS["dspark"])
-    setup = LLM(**CPU).engine.speculator
-    stated = about(setup.setup, type(setup).__name__, setup.effective.max_rows)
-    CostTable(((1, 10.0), (64, 11.0)), ((1, 1.0),), 64, stated).save(tmp_path / "costs.json")
-    own = job(mode="adaptive", draft=DRAFTER, cost_table=str(tmp_path / "costs.json"))
+    own = job(mode="adaptive", draft=DRAFTER, cost_table=costs(tmp_path))
     records = ab_engines.run(replace(own, synthetic_acceptance=coins))["runs"][0]["records"]
     assert [record["num_tokens"] for record in records] == [24, 24]
