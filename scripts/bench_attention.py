@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import OutOfResources
 
-from nanospec.attention import paged_triton
+from nanospec.attention import launch, paged_triton
 from nanospec.attention.backend import create_attention
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.attention.paged_triton import LaunchShape
+from nanospec.attention.launch import LaunchShape
 from nanospec.attention.triton_backend import HEAD_DIMS
 from nanospec.errors import BackendUnavailableError
 
@@ -53,8 +53,7 @@ GEMM = (16, 4096, 8192)  # rows, inner, outer
 CACHE_BYTES = 40e9  # of all layers; where that is too little, layers share their keys
 RAGGED = 8  # most rows of a segment in ragged cases
 TOLERANCE = 1e-2  # of |error| / |output|; rounding to 16 bits makes 0.002 to 0.003
-# Keys per step, warps, stages of --search.
-VARIANTS = ((64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2), (32, 4, 4), (64, 2, 3))
+STEPS = ((16, 2, 3), (16, 2, 4), (32, 2, 3), (32, 4, 4), (64, 4, 3))  # keys, warps, stages tried
 LABEL = "{block_rows}x{block_keys} {num_splits} {num_warps} {num_stages}"
 
 # What a forward does once, and what it does in a layer.
@@ -238,10 +237,10 @@ class Case:
 def paged(case: Case, shape: LaunchShape) -> Contender:
     """Return nanospec's kernel."""
     num_rows, num_heads, head_dim = case.q.shape
-    num_tiles = paged_triton.num_tiles(num_rows, len(case.qo_lens), shape.block_rows)
+    num_tiles = launch.num_tiles(num_rows, len(case.qo_lens), shape.block_rows)
     tiles = case.page_tables.new_empty(paged_triton.TILE_FIELDS, num_tiles)
     sizes = {"num_rows": num_rows, "num_heads": num_heads, "head_dim": head_dim}
-    size = paged_triton.scratch_size(**sizes, num_splits=shape.num_splits)
+    size = launch.scratch_size(**sizes, num_splits=shape.num_splits)
     indptr, kv_lens = case.qo_indptr.to(tiles.device), case.kv_lens.to(tiles.device)
     segments = {"qo_indptr": indptr, "kv_lens": kv_lens, "block_rows": shape.block_rows}
     batch = {"tiles": tiles, "qo_indptr": indptr, "page_tables": case.page_tables, "words": None}
@@ -308,7 +307,7 @@ def bench_case(bench: Bench, case: Case) -> dict[str, Any]:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     heads = {"num_heads": args.heads, "num_kv_heads": args.kv_heads, "num_sms": num_sms}
     rows = {"num_rows": num_rows, "num_reqs": len(case.qo_lens), "max_rows": case.max_rows}
-    chosen = paged_triton.launch_shape(**rows, **heads)
+    chosen = launch.launch_shape(**rows, **heads)
     tried = {chosen: bench.measure(case, paged(case, chosen))}
     for shape in variants(chosen, tried, args.heads // args.kv_heads, case) if args.search else ():
         try:
@@ -331,16 +330,16 @@ def bench_case(bench: Bench, case: Case) -> dict[str, Any]:
 def variants(
     chosen: LaunchShape, tried: dict[LaunchShape, dict[str, float]], group: int, case: Case
 ) -> Iterator[LaunchShape]:
-    """Yield other steps, then other splits of the best `tried` so far, then tiles of 64 rows."""
-    for keys, warps, stages in VARIANTS:
-        if warps > 2 or chosen.block_rows * group <= 16:  # two warps spill more rows
-            yield replace(chosen, block_keys=keys, num_warps=warps, num_stages=stages)
+    """Yield other steps and splits together, then other tiles of the best `tried` so far."""
+    for splits in sorted({max(chosen.num_splits // 2, 1), chosen.num_splits}):
+        for keys, warps, stages in STEPS:
+            yield replace(
+                chosen, block_keys=keys, num_warps=warps, num_stages=stages, num_splits=splits
+            )
     best = min(tried, key=lambda shape: tried[shape]["us"])
-    for splits in {1, best.num_splits // 2, best.num_splits * 2}:
-        if 1 <= splits <= 64 and (splits > 1 or best.num_splits <= 4):
-            yield replace(best, num_splits=splits)
-    if case.max_rows > 1:  # with the group's heads; runs on Hopper's own instructions
-        yield replace(chosen, block_rows=max(chosen.block_rows, 64 // group), num_stages=3)
+    if case.max_rows > 1:  # 16 and 64 rows with the group's heads
+        yield replace(best, block_rows=max(1, 16 // group))
+        yield replace(best, block_rows=max(best.block_rows, 64 // group), num_warps=4)
 
 
 if __name__ == "__main__":

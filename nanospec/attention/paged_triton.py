@@ -6,89 +6,17 @@ specification is `torch_backend`.
 """
 
 import math
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanospec import pdl
-from nanospec.attention.batch import LONG_ROWS
+from nanospec.attention.launch import LaunchShape
 from nanospec.attention.mask import MAX_MASKED_ROWS
 
 # Of a tile: segment or -1; its first row in the segment; segment's first row of all, rows, keys.
 TILE_FIELDS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchShape:
-    """How attention is cut into programs. Results depend on it in their last bits only.
-
-    A program takes a tile of rows, one KV head and one of `num_splits` stretches of the keys.
-    """
-
-    block_rows: int  # rows of a tile, each as many times as query heads share the KV head
-    block_keys: int  # keys per step
-    num_splits: int
-    num_warps: int
-    num_stages: int  # steps between asking for keys and needing them, plus one
-
-
-def launch_shape(
-    *, num_rows: int, num_reqs: int, max_rows: int, num_heads: int, num_kv_heads: int, num_sms: int
-) -> LaunchShape:
-    """Choose a shape for a forward of which the host knows the sizes, not the lengths.
-
-    Args:
-        num_rows: T, padding included.
-        num_reqs: R, empty segments included.
-        max_rows: most rows of one segment.
-        num_heads: Hq.
-        num_kv_heads: Hkv.
-        num_sms: multiprocessors of the GPU.
-    """
-    group = num_heads // num_kv_heads
-    # The segment of a verification should be one tile, so that its keys are read once. Tensor cores
-    # take 16 rows or more; sums of 64 rows of 128 numbers still fit the registers of four warps.
-    packed = min(64, triton.next_power_of_2(min(max_rows, 64) * group))
-    packed = max(16, packed, triton.next_power_of_2(group))
-    block_rows = packed // group
-    per_segment = triton.cdiv(max_rows, block_rows)
-    tiles = min(num_tiles(num_rows, num_reqs, block_rows), num_reqs * per_segment)
-    programs = max(tiles, 1) * num_kv_heads
-    is_long = max_rows >= LONG_ROWS
-    splits = 1 if is_long else _choose_splits(programs, num_sms)
-    # A step of 64 keys is 32 KiB at D = 128 in 16 bits; two in flight in each of two programs are
-    # 128 KiB of the 44 that memory needs (4.8 TB/s for 1.2 us). Where programs are many, three run
-    # there: with 256 keys it is 14 to 17 % faster, with 2,048 1 % slower.
-    keys, stages = (64, 3) if is_long or splits > 1 else (32, 4)
-    return LaunchShape(
-        block_rows=block_rows,
-        block_keys=keys,
-        num_splits=splits,
-        num_warps=4,
-        num_stages=stages,
-    )
-
-
-def _choose_splits(num_programs: int, num_sms: int) -> int:
-    # A split costs the launch of the merge, some 3 us, so none where most multiprocessors are busy
-    # anyway. Else about two programs each; those past the end of a short context end at once.
-    # Powers of two, as every one has a merge kernel of its own.
-    if num_programs >= 0.8 * num_sms:
-        return 1
-    wanted = -(-2 * num_sms // num_programs)
-    return min(32, 1 << (wanted.bit_length() - 1))
-
-
-def num_tiles(num_rows: int, num_reqs: int, block_rows: int) -> int:
-    """Return how many tiles T rows of R segments have at most."""
-    return (num_rows + min(num_reqs, num_rows) * (block_rows - 1)) // block_rows
-
-
-def scratch_size(*, num_rows: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Return how many fp32 numbers the splits of T rows leave to merge."""
-    return num_rows * num_heads * num_splits * (head_dim + 1) if num_splits > 1 else 0
 
 
 # Numbers that change from round to round are not specialised on: no round waits for a compiler.

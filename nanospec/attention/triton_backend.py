@@ -7,7 +7,7 @@ are, and be captured in a graph.
 import torch
 from torch import Tensor
 
-from nanospec.attention import paged_triton, qkv_triton
+from nanospec.attention import launch, paged_triton, qkv_triton
 from nanospec.attention.batch import ForwardBatch
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.attention.mask import MAX_MASKED_ROWS
@@ -39,7 +39,7 @@ class TritonAttention:
         """List the tiles of rows, on the device; may be captured."""
         self._batch = batch
         num_rows, num_reqs = batch.num_tokens, batch.num_reqs
-        self._shape = paged_triton.launch_shape(
+        self._shape = launch.launch_shape(
             num_rows=num_rows,
             num_reqs=num_reqs,
             max_rows=max(batch.max_rows, 1),
@@ -47,9 +47,9 @@ class TritonAttention:
             num_kv_heads=self._cache.num_kv_heads,
             num_sms=self._num_sms,
         )
-        num_tiles = paged_triton.num_tiles(num_rows, num_reqs, self._shape.block_rows)
+        num_tiles = launch.num_tiles(num_rows, num_reqs, self._shape.block_rows)
         self._tiles = batch.qo_indptr.new_empty(paged_triton.TILE_FIELDS, num_tiles)
-        size = paged_triton.scratch_size(
+        size = launch.scratch_size(
             num_rows=num_rows,
             num_heads=self._num_heads,
             head_dim=self._cache.head_dim,

@@ -96,12 +96,12 @@ def attend(
     block_keys: int = 16,
 ) -> Tensor:
     """Return what the kernel writes, padding cut off; it must not use anything poisoned here."""
-    from nanospec.attention import paged_triton
+    from nanospec.attention import launch, paged_triton
 
     num_rows, num_heads, dim = q.shape
     num_reqs, device = batch.num_reqs, q.device
     block_rows = packed // (num_heads // cache.num_kv_heads)
-    shape = paged_triton.LaunchShape(
+    shape = launch.LaunchShape(
         block_rows=block_rows,
         block_keys=block_keys,
         num_splits=num_splits,
@@ -118,9 +118,9 @@ def attend(
     width = max(map(len, own_pages)) + 2
     garbage = [2**30, -5]
     tables = [pages + garbage * width for pages in own_pages]
-    num_tiles = paged_triton.num_tiles(len(out), num_reqs, block_rows)
+    num_tiles = launch.num_tiles(len(out), num_reqs, block_rows)
     tiles = on_device([[-2] * num_tiles] * paged_triton.TILE_FIELDS)
-    size = paged_triton.scratch_size(
+    size = launch.scratch_size(
         num_rows=len(out), num_heads=num_heads, head_dim=dim, num_splits=num_splits
     )
     paged_triton.tile_segments(tiles, qo_indptr=qo_indptr, kv_lens=kv_lens, block_rows=block_rows)
@@ -245,14 +245,14 @@ def test_a_row_is_the_same_verified_or_decoded(device: torch.device) -> None:
 def test_tiles_hold_every_row_once_and_the_longest_first(
     device: torch.device, seed: int, block_rows: int
 ) -> None:
-    from nanospec.attention import paged_triton
+    from nanospec.attention import launch, paged_triton
 
     generator = torch.Generator().manual_seed(seed)
     qo_lens = torch.randint(0, 40, (140,), generator=generator)
     qo_lens *= torch.rand(140, generator=generator) < 0.6
     kv_lens = qo_lens + torch.randint(0, 99, (140,), generator=generator)
     qo_indptr = torch.cat([qo_lens.new_zeros(1), qo_lens.cumsum(0)])
-    num_tiles = paged_triton.num_tiles(int(qo_indptr[-1]), 140, block_rows)
+    num_tiles = launch.num_tiles(int(qo_indptr[-1]), 140, block_rows)
     tiles = torch.full((5, num_tiles), 99, dtype=torch.int32, device=device)
     paged_triton.tile_segments(
         tiles,
@@ -287,9 +287,9 @@ def test_tiles_hold_every_row_once_and_the_longest_first(
 def test_launches_fill_the_gpu_without_needless_splits(
     num_reqs: int, max_rows: int, group: int, block_rows: int, num_splits: int
 ) -> None:
-    from nanospec.attention import paged_triton
+    from nanospec.attention import launch
 
-    shape = paged_triton.launch_shape(
+    shape = launch.launch_shape(
         num_rows=num_reqs * max_rows,
         num_reqs=num_reqs,
         max_rows=max_rows,
@@ -303,7 +303,7 @@ def test_launches_fill_the_gpu_without_needless_splits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_captured_graph_follows_lengths_and_pages(num_splits: int) -> None:
-    from nanospec.attention import paged_triton
+    from nanospec.attention import launch, paged_triton
 
     device = torch.device("cuda", 0)
     cache = new_cache(device, 16, head_dim=64)
@@ -313,12 +313,12 @@ def test_a_captured_graph_follows_lengths_and_pages(num_splits: int) -> None:
     block_rows, num_rows = 4, 12
     q = torch.randn(num_rows, 8, 64, device=device)
     out = torch.empty_like(q)
-    shape = paged_triton.LaunchShape(
+    shape = launch.LaunchShape(
         block_rows=block_rows, block_keys=32, num_splits=num_splits, num_warps=4, num_stages=3
     )
-    size = paged_triton.scratch_size(num_rows=12, num_heads=8, head_dim=64, num_splits=num_splits)
+    size = launch.scratch_size(num_rows=12, num_heads=8, head_dim=64, num_splits=num_splits)
     scratch = torch.empty(size, device=device)
-    num_tiles = paged_triton.num_tiles(num_rows, 3, block_rows)
+    num_tiles = launch.num_tiles(num_rows, 3, block_rows)
     ints = functools.partial(torch.zeros, dtype=torch.int32, device=device)
     tiles, indptr, kv_lens, tables = ints(5, num_tiles), ints(4), ints(3), ints(3, 10)
 

@@ -140,7 +140,7 @@ def test_drafting_is_warmed_up_without_touching_a_live_page(
 def test_without_graphs_all_ways_to_launch_attention_are_warmed_up(
     heads: tuple[int, int], plan_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanospec.attention.paged_triton import LaunchShape, launch_shape
+    from nanospec.attention.launch import LaunchShape, launch_shape
 
     def shape(num_rows: int, num_reqs: int) -> LaunchShape:
         sizes = {"num_rows": num_rows, "num_reqs": num_reqs, "max_rows": plan_rows}
