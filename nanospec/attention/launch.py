@@ -39,18 +39,34 @@ def launch_shape(
     # take 16 rows or more; sums of 64 rows of 128 numbers still fit the registers of four warps.
     packed = min(64, triton.next_power_of_2(min(max_rows, 64) * group))
     packed = max(16, packed, triton.next_power_of_2(group))
-    block_rows = packed // group
-    per_segment = triton.cdiv(max_rows, block_rows)
-    tiles = min(num_tiles(num_rows, num_reqs, block_rows), num_reqs * per_segment)
-    programs = max(tiles, 1) * num_kv_heads
-    is_long = max_rows >= LONG_ROWS
-    splits = 1 if is_long else _choose_splits(programs, num_sms)
-    if is_long:
-        keys, warps, stages = 64, 4, 3
+
+    def count_programs(block_rows: int) -> int:
+        tiles = num_reqs * -(-max_rows // block_rows)
+        tiles = min(num_tiles(num_rows, num_reqs, block_rows), tiles)
+        return max(tiles, 1) * num_kv_heads
+
+    programs = count_programs(packed // group)
+    splits, warps = 1, 4
+    if max_rows >= LONG_ROWS:
+        keys, stages = 64, 3
+    elif programs >= 3 * num_sms:
+        # Memory needs 44 KiB on their way (4.8 TB/s for 1.2 us). Where programs are many, small
+        # ones bring that together, and hide each other's waits.
+        keys, warps, stages = {16: (32, 2, 3), 32: (16, 2, 4)}.get(packed, (16, 4, 3))
+    elif 2 * num_sms >= 16 * programs:
+        keys, warps, stages = 16, 2, 3  # two small ones on each multiprocessor
+        splits = _power_below(2 * num_sms / programs, most=32)
     else:
-        keys, warps, stages = _choose_steps(packed, programs, splits, num_sms)
+        # Few programs, so large steps; from 64 rows on Hopper's own instructions multiply.
+        keys, stages = 64, 3
+        packed = 16 if packed == 16 else max(packed, 64)
+        programs = count_programs(packed // group)
+        # A split costs the launch of the merge, some 3 us, so none where most multiprocessors are
+        # busy anyway. Those past the end of a short context end at once.
+        if programs < 0.8 * num_sms:
+            splits = max(_power_below(num_sms / programs, most=32), 2)
     return LaunchShape(
-        block_rows=block_rows,
+        block_rows=packed // group,
         block_keys=keys,
         num_splits=splits,
         num_warps=warps,
@@ -58,29 +74,9 @@ def launch_shape(
     )
 
 
-def _choose_splits(num_programs: int, num_sms: int) -> int:
-    # A split costs the launch of the merge, some 3 us, so none where most multiprocessors are busy
-    # anyway. Else about two programs each; those past the end of a short context end at once.
-    # Powers of two, as every one has a merge kernel of its own.
-    if num_programs >= 0.8 * num_sms:
-        return 1
-    wanted = -(-2 * num_sms // num_programs)
-    return min(32, 1 << (wanted.bit_length() - 1))
-
-
-def _choose_steps(
-    packed: int, num_programs: int, num_splits: int, num_sms: int
-) -> tuple[int, int, int]:
-    """Return keys per step, warps and stages; `docs/results/attention.md` has what each took."""
-    # Memory needs 44 KiB on their way (4.8 TB/s for 1.2 us), or 128 of a step's keys at D = 128.
-    # Where programs are many, small ones bring that together, and hide each other's waits.
-    if num_programs >= 3 * num_sms:
-        return (32, 2, 3) if packed == 16 else (16, 2, 4)
-    if num_splits >= 16:  # a split has few keys
-        return 16, 2, 3
-    if num_splits > 1 or packed == 16:
-        return 64, 4, 3
-    return 32, 4, 4
+def _power_below(wanted: float, most: int) -> int:
+    """Return a power of two: each number of splits has a merge kernel of its own."""
+    return min(most, 1 << (int(wanted).bit_length() - 1))
 
 
 def num_tiles(num_rows: int, num_reqs: int, block_rows: int) -> int:

@@ -275,13 +275,15 @@ def test_tiles_hold_every_row_once_and_the_longest_first(
     [
         (1, 1, 4, 4, 32),  # decoding: padded to the 16 rows of a tensor core
         (1, 8, 4, 8, 32),  # verification: one tile of 32
-        (8, 8, 4, 8, 4),
-        (32, 8, 4, 8, 1),
+        (8, 8, 4, 16, 2),
+        (32, 8, 4, 16, 1),
         (256, 1, 4, 4, 1),
-        (8, 8, 3, 10, 4),  # 30 of 32 rows are used
+        (8, 8, 3, 21, 2),  # 63 of 64 rows are used
         (1, 16, 4, 16, 32),
         (1, 2048, 4, 16, 1),  # a chunk: tiles enough without splits
-        (1, 4, 71, 1, 8),  # more query heads than a tile has rows otherwise
+        (4, 1, 4, 4, 4),
+        (256, 8, 4, 8, 1),  # many small programs hide each other's waits
+        (1, 4, 71, 1, 4),  # more query heads than a tile has rows otherwise
     ],
 )
 def test_launches_fill_the_gpu_without_needless_splits(
