@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ab_server import UrlEngine
 
 WARM_UP_TOKENS = 16  # of each request that is not counted
 _GRAPH_ROWS = 512  # the most that vLLM captures unless told otherwise (0.33, config/vllm.py)
+_FORKS = 16  # of which gaps are measured at once
 _GRAPH_STEP = 32  # rows between the sizes beyond
 
 
@@ -212,8 +214,8 @@ def _fix_confidence(worker: Any, probability: float) -> None:
 def measure_gaps(job: Job) -> list[dict[str, float]]:
     """Say how near to a tie the target was where two outputs of the same prompt part.
 
-    The target runs by nanospec, without graphs, in ways that are equal but for rounding: all rows
-    at once, and the last one or eight after the others, as decoding and verifying would.
+    The target runs by nanospec, many forks at once, in ways that are equal but for rounding: all
+    rows at once, and the last one or eight after the others, as decoding and verifying would.
 
     Returns:
         For each fork (prompt and common tokens, one output's next token, the other's): `gap` of the
@@ -222,53 +224,67 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
         these two between two of the ways; `step`, from the largest logit to the next number that
         the logits' own dtype has: in bfloat16 it may exceed the noise, and a tie may be exact.
     """
-    import torch
-
-    from nanospec import LLM, SamplingParams
-    from nanospec.types import StepOutput
+    from nanospec import LLM
 
     options: dict[str, Any] = {
         "speculator": "none",
         "dtype": job.dtype,
         "max_model_len": job.max_model_len,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": job.max_model_len,
+        "max_num_seqs": _FORKS,
+        "max_num_batched_tokens": _FORKS * job.max_model_len,
         "max_graph_rows": 0,
-        "run_ahead": "off",  # so that logits are shown
-        "prefix_caching": False,
     }
     engine = LLM(job.model, **(options | job.options)).engine
-    seen: list[torch.Tensor] = []
-
-    def observe(step: StepOutput) -> None:
-        assert step.logits is not None, "no round runs ahead"
-        seen.extend(own.cpu() for own in step.logits)
-
-    engine.observers.append(observe)
     found = []
-    for prefix, one, other in job.forks:
-        for last in (0, 1, 8):
-            # A step takes so many rows of a prompt, the next one the rest.
-            engine.scheduler.max_num_batched_tokens = max(len(prefix) - last, 1)
-            engine.add(prefix, SamplingParams(temperature=0.0, max_tokens=1))
-            while engine.has_work:
-                engine.step()
-        eps = torch.finfo(seen[0].dtype).eps
-        ways = torch.stack(seen).float()
-        seen.clear()
-        best, second = ways[0].topk(2).values.tolist()
-        chosen = ways[0, [one, other]].tolist()
-        exponent = math.frexp(best)[1] - 1
-        found.append(
-            {
-                "gap": best - second,
-                "behind": best - min(chosen),
-                "between": abs(chosen[0] - chosen[1]),
-                "noise": float((ways.amax(dim=0) - ways.amin(dim=0))[[one, other]].max()),
-                "step": math.ldexp(eps, exponent),
-            }
-        )
+    for start in range(0, len(job.forks), _FORKS):
+        forks = job.forks[start : start + _FORKS]
+        prefixes = [prefix for prefix, *_ in forks]
+        ways = [_last_logits(engine, prefixes, apart) for apart in (0, 1, 8)]
+        for (_, *tokens), *own in zip(forks, *ways, strict=True):
+            found.append(_gap(tokens, own))
     return found
+
+
+def _last_logits(engine: Any, prefixes: Sequence[Sequence[int]], apart: int) -> Any:
+    """Return the logits after each prefix, [N, V], its last `apart` rows in a forward of theirs."""
+    import torch
+
+    from nanospec.attention.batch import batch_of_spans
+
+    runner, cache = engine._ctx.runner, engine._ctx.caches[0]
+    width = -(-max(map(len, prefixes)) // cache.page_size)
+    tables = [list(range(at * width, (at + 1) * width)) for at in range(len(prefixes))]
+    if len(prefixes) * width > engine.pages.num_pages:
+        sys.exit("gaps: the KV cache does not hold so many forks; pass a larger kv_cache_gib")
+    cuts = [max(len(prefix) - apart, 1) for prefix in prefixes]
+    spans = [[range(cut) for cut in cuts]]
+    if apart > 0:
+        spans.append([range(cut, len(own)) for cut, own in zip(cuts, prefixes, strict=True)])
+    with torch.inference_mode():
+        for own in spans:
+            rows = [prefix[at] for prefix, span in zip(prefixes, own, strict=True) for at in span]
+            token_ids = torch.tensor(rows, device=engine.device)
+            batch = batch_of_spans(own, tables, token_ids, page_size=cache.page_size)
+            ends = batch.qo_indptr[1:].long() - 1
+            logits = runner.run(replace(batch, logit_rows=ends)).logits
+        return logits.cpu()
+
+
+def _gap(tokens: Sequence[int], ways: Sequence[Any]) -> dict[str, float]:
+    """Return a fork's numbers, see `measure_gaps`, from logits [V] of each way."""
+    import torch
+
+    eps = torch.finfo(ways[0].dtype).eps
+    logits = torch.stack(list(ways)).float()
+    best, second = logits[0].topk(2).values.tolist()
+    chosen = logits[0, tokens].tolist()
+    return {
+        "gap": best - second,
+        "behind": best - min(chosen),
+        "between": abs(chosen[0] - chosen[1]),
+        "noise": float((logits.amax(dim=0) - logits.amin(dim=0))[tokens].max()),
+        "step": math.ldexp(eps, math.frexp(best)[1] - 1),
+    }
 
 
 ENGINES: dict[str, Callable[[Job], AbEngine]] = {

@@ -272,14 +272,16 @@ def test_synthetic_acceptance_is_as_long_as_it_says(monkeypatch: pytest.MonkeyPa
     assert {record["finish_reason"] for record in records} == {"length"}
 
 
-def test_gaps_are_those_of_the_target() -> None:
+def test_gaps_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ab_engines, "_FORKS", 2)
     llm = LLM(speculator="none", **CPU)
     prompt = llm.encode_chat(QUESTION)
     (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=3))
     first, second, third = output.outputs[0].token_ids
     grown = [*prompt, first, second]
-    forks = [(grown, third, 50), (grown, 51, 50)]
-    one, other = measure_gaps(job(forks=forks, dtype="float32"))
+    forks = [(grown, third, 50), (prompt[:3], 52, 53), (grown, 51, 50)]
+    one, short, other = measure_gaps(job(forks=forks, dtype="float32"))
+    assert short["behind"] >= short["between"] > 0
     assert one["behind"] == one["between"] >= one["gap"] > 1e3 * one["noise"] > 0
     assert one["step"] == 2.0 ** (4 - 23)  # of a logit between 16 and 32
     assert other["behind"] >= other["between"]
