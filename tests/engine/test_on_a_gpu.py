@@ -57,7 +57,7 @@ def test_a_round_waits_once(tmp_path: Path, speculator: str, adaptive: str) -> N
     for _ in range(6):
         engine.step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(10):
             engine.step()
     counts = Counter(event.name for event in profile.events() if event.name in WAITS)
