@@ -40,10 +40,12 @@ def launch_shape(
     packed = min(64, triton.next_power_of_2(min(max_rows, 64) * group))
     packed = max(16, packed, triton.next_power_of_2(group))
 
+    # A graph serves up to T segments. The rows of a round are mostly in few long ones: plain rows
+    # alone have graphs of their own, in which `max_rows` is 1.
+    segments = min(num_reqs, -(-num_rows // max_rows))
+
     def count_programs(block_rows: int) -> int:
-        tiles = num_reqs * -(-max_rows // block_rows)
-        tiles = min(num_tiles(num_rows, num_reqs, block_rows), tiles)
-        return max(tiles, 1) * num_kv_heads
+        return max(segments * -(-max_rows // block_rows), 1) * num_kv_heads
 
     programs = count_programs(packed // group)
     splits, warps = 1, 4

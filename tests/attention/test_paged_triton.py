@@ -302,6 +302,20 @@ def test_launches_fill_the_gpu_without_needless_splits(
     assert (shape.block_rows, shape.num_splits) == (block_rows, num_splits)
 
 
+# Found in a graph of 8 rows, which may be eight requests: one with eight rows had too few splits.
+@pytest.mark.parametrize("num_reqs", [1, 2, 8, 16, 32, 256])
+def test_graphs_launch_for_segments_as_long_as_plans(num_reqs: int) -> None:
+    from nanospec.attention import launch
+
+    heads = {"num_heads": 32, "num_kv_heads": 8, "num_sms": 132}
+    num_rows = 8 * num_reqs
+    own, in_graph = (
+        launch.launch_shape(num_rows=num_rows, num_reqs=count, max_rows=8, **heads)
+        for count in (num_reqs, min(num_rows, 256))
+    )
+    assert own == in_graph
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_captured_graph_follows_lengths_and_pages(num_splits: int) -> None:

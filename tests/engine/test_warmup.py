@@ -163,4 +163,4 @@ def test_without_graphs_all_ways_to_launch_attention_are_warmed_up(
         for reqs in range(1, 257)
         for share in shares
     ]
-    assert {shape(*load) for load in loads} == warmed
+    assert {shape(*load) for load in loads if load[0] <= 2048} == warmed
