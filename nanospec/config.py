@@ -22,7 +22,10 @@ CAPTURED = ("auto", "triton", "flash3")  # on a GPU, where these take lengths fr
 RUN_AHEADS = ("auto", "on", "off")
 ACCEPTANCES = ("auto", "rejection", "shared-noise")
 EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and its drafter
-GRAPH_PROMPT_ROWS = 256  # of prompts that CUDA graphs hold beside all plans
+# Of prompts that CUDA graphs hold beside all plans: a short one, and those of requests that follow
+# each other after some 50 rounds, 100 to 200 tokens each.
+GRAPH_PROMPT_ROWS = 256
+GRAPH_PROMPT_ROWS_PER_REQUEST = 4
 PROMPT_ROWS = 2048  # of prompts that a forward holds beside all plans
 # Of all plans in a forward: so many keep any GPU's arithmetic busy, so that more only take longer.
 MOST_PLAN_ROWS = 4096
@@ -49,7 +52,7 @@ class EngineConfig:
     load_format: str = "auto"  # dummy: random weights from config.json alone
     attention: str = "auto"  # auto: triton on cuda, torch on cpu
     run_ahead: str = "auto"  # launch a round before the last is read; auto: on cuda, where it can
-    max_graph_rows: int | None = None  # of CUDA graphs; None: plans and a short prompt; 0: none
+    max_graph_rows: int | None = None  # of CUDA graphs; None: plans and short prompts; 0: none
     page_size: int = 16  # tokens per KV page
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int = 256  # requests that may run at once
@@ -112,15 +115,16 @@ class EngineConfig:
     def graph_rows(self, plan_rows: int) -> int:
         """Return how many rows the largest CUDA graph has.
 
-        Without an option they suffice for the plans of all requests and a short prompt beside them:
-        while requests come and go, most rounds have one.
+        Without an option they suffice for the plans of all requests and short prompts beside them:
+        while requests come and go, most rounds have some.
 
         Args:
             plan_rows: of a request's plan at most.
         """
         if self.max_graph_rows is not None:
             return self.max_graph_rows
-        most = self._rows_of_plans(plan_rows) + GRAPH_PROMPT_ROWS
+        prompts = max(GRAPH_PROMPT_ROWS, GRAPH_PROMPT_ROWS_PER_REQUEST * self.max_num_seqs)
+        most = self._rows_of_plans(plan_rows) + prompts
         return min(most, self.forward_rows(plan_rows))
 
     def _rows_of_plans(self, plan_rows: int) -> int:

@@ -104,7 +104,7 @@ def test_by_default_a_forward_has_rows_for_prompts_beside_all_plans() -> None:
 
 def test_wide_plans_of_many_requests_do_not_make_a_forward_ever_larger() -> None:
     config = EngineConfig(model="x", max_num_seqs=256)
-    assert (config.forward_rows(64), config.graph_rows(64)) == (4096 + 2048, 4096 + 256)
+    assert (config.forward_rows(64), config.graph_rows(64)) == (4096 + 2048, 4096 + 1024)
 
 
 def test_adaptive_modes_are_understood() -> None:

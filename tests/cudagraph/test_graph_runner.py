@@ -26,10 +26,11 @@ KINDS = ["none", "ngram", "trie", "dspark", "dspark-tree", "dspark-adaptive", "l
 
 # Found against vLLM: with as many requests as may run, every round with a prompt beside them was
 # beyond the largest graph, and was launched kernel by kernel.
-def test_graphs_hold_a_short_prompt_beside_all_plans() -> None:
+def test_graphs_hold_short_prompts_beside_all_plans() -> None:
+    assert EngineConfig(model="x", max_num_seqs=1).graph_rows(8) == 8 + 256
     config = EngineConfig(model="x", max_num_seqs=256)
-    assert config.graph_rows(1) == 256 + 256
-    assert config.graph_rows(8) == 2048 + 256
+    assert config.graph_rows(1) == 256 + 1024
+    assert config.graph_rows(8) == 2048 + 1024
     few = EngineConfig(model="x", max_num_seqs=256, max_num_batched_tokens=2048)
     assert few.graph_rows(8) == 2048  # no forward has more
     assert EngineConfig(model="x", max_graph_rows=7).graph_rows(8) == 7

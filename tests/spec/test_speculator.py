@@ -527,5 +527,5 @@ def test_cost_tables_are_told_apart_by_what_costs_depend_on(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     graphs = [{}, {"max_num_seqs": 64}, {"max_graph_rows": 100}, {"max_graph_rows": 0}]
     rows = [stated(device="cuda", **options)["max_graph_rows"] for options in graphs]
-    assert rows == ["2304", "768", "100", "0"]
+    assert rows == ["3072", "768", "100", "0"]
     assert stated(device="cuda") == stated(device="cuda", attention="triton", run_ahead="on")
