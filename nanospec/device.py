@@ -1,10 +1,23 @@
 """Small things on their way between host and device, without either waiting for the other."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+Column = tuple[Sequence[Any] | Array, torch.dtype]  # numbers, perhaps nested, and what they become
+
+_NUMPY = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bool: np.bool_,
+}
 
 
 def prefer_faster_products() -> None:
@@ -27,27 +40,26 @@ def to_device(
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
 
-def to_device_together(
-    columns: Sequence[tuple[Sequence[Any], torch.dtype]], device: torch.device
-) -> list[Tensor]:
+def to_device_together(columns: Sequence[Column], device: torch.device) -> list[Tensor]:
     """Return a tensor for each (nested) list of numbers and its dtype, after one copy for all.
 
-    Each copy costs the device some 3 us between two kernels, however short it is.
+    Each copy costs the device some 3 us between two kernels, however short it is. Numpy reads lists
+    in a quarter to half of the time that torch takes for it, and arrays at once.
     """
-    values = [torch.tensor(column, dtype=dtype) for column, dtype in columns]
+    arrays: list[Array] = [np.array(column, dtype=_NUMPY[dtype]) for column, dtype in columns]
     if device.type != "cuda":
-        return values
-    starts = [0]
-    for each in values:  # aligned as Triton and vectorised kernels want it
-        starts.append(starts[-1] + -(-each.nbytes // 16) * 16)
+        return [torch.from_numpy(each) for each in arrays]
+    # Aligned as Triton and vectorised kernels want it.
+    starts = list(accumulate((-(-each.nbytes // 16) * 16 for each in arrays), initial=0))
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    parts = [slice(start, start + each.nbytes) for start, each in zip(starts, values, strict=False)]
-    for part, each in zip(parts, values, strict=True):
-        packed[part].view(each.dtype).copy_(each.flatten())
+    host = packed.numpy()
+    for start, each in zip(starts, arrays, strict=False):
+        host[start : start + each.nbytes].view(each.dtype)[:] = each.ravel()
     there = packed.to(device, non_blocking=True)
+    views = {dtype: there.view(dtype) for _, dtype in columns}
     return [
-        there[part].view(each.dtype).view(each.shape)
-        for part, each in zip(parts, values, strict=True)
+        views[dtype].narrow(0, start // each.itemsize, each.size).view(each.shape)
+        for start, each, (_, dtype) in zip(starts, arrays, columns, strict=False)
     ]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,8 +124,8 @@ def _plan_of_roots(requests: Sequence[Request], device: torch.device) -> VerifyP
 
 def common_origin(requests: Sequence[Request]) -> DraftRows | None:
     """Return what all drafts that may be verified are rows of, if they are."""
-    found = [r.draft.origin for r in requests if r.draft is not None and r.num_planned > 0]
-    return found[0] if found and all(origin is found[0] for origin in found) else None
+    found = [r.draft.origin for r in requests if r.draft is not None and r.max_drafts > 0]
+    return found[0] if len(set(map(id, found))) == 1 else None
 
 
 def rows_in(origin: DraftRows, requests: Sequence[Request]) -> Tensor | None:
@@ -132,7 +133,7 @@ def rows_in(origin: DraftRows, requests: Sequence[Request]) -> Tensor | None:
 
     Of a request that has no draft it is any.
     """
-    rows = [r.draft.row if r.draft is not None and r.num_planned > 0 else 0 for r in requests]
+    rows = [r.draft.row if r.draft is not None and r.max_drafts > 0 else 0 for r in requests]
     is_whole = rows == list(range(len(origin.tokens)))
     return None if is_whole else to_device(rows, origin.tokens.device)
 
@@ -165,8 +166,8 @@ def _plan_of_rows(
     lengths = [1 + count for count in counts]
     roots, parents, num_rows, sampled = to_device_together(
         [
-            ([request.tokens[-1:] for request in requests], torch.int64),
-            ([range(NOBODY, width)] * len(requests), torch.int64),
+            ([request.tokens[-1] for request in requests], torch.int64),
+            (np.tile(np.arange(NOBODY, width), (len(requests), 1)), torch.int64),
             (lengths, torch.int64),
             (is_sampled, torch.bool),
         ],
@@ -174,7 +175,7 @@ def _plan_of_rows(
     )
     return VerifyPlan(
         kind=PlanKind.CHAIN,
-        tokens=torch.cat((roots, wanted(origin.tokens)), dim=1),
+        tokens=torch.cat((roots[:, None], wanted(origin.tokens)), dim=1),
         parents=parents,
         num_rows=num_rows,
         num_tokens=sum(lengths),

@@ -70,19 +70,22 @@ def sampling_rows(
         ahead: [N] int64, tokens of each that the host does not know yet.
     """
     params = [request.params for request in requests]
-    limited = [request for request in requests if request.num_output < request.params.min_tokens]
+    known = [request.num_output for request in requests]
+    least = [p.min_tokens for p in params]
+    limited = [r for r, count, own in zip(requests, known, least, strict=True) if count < own]
     stops = sorted({token for request in limited for token in request.stop_token_ids})
+    is_stop = [[token in r.stop_token_ids for token in stops] for r in requests if stops]
+    temperatures, top_ps = [p.temperature for p in params], [p.top_p for p in params]
     counts = [vocab_size if p.top_k <= 0 else min(p.top_k, vocab_size) for p in params]
-    is_stop = [[token in request.stop_token_ids for token in stops] for request in requests]
     temperature, top_p, min_p, top_k, seed, position, min_position, stop, own = to_device_together(
         [
-            ([p.temperature for p in params], torch.float32),
-            ([p.top_p for p in params], torch.float32),
+            (temperatures, torch.float32),
+            (top_ps, torch.float32),
             ([p.min_p for p in params], torch.float32),
             (counts, torch.int64),
             ([request.seed for request in requests], torch.int64),
-            ([request.num_output for request in requests], torch.int64),
-            ([p.min_tokens for p in params], torch.int64),
+            (known, torch.int64),
+            (least, torch.int64),
             (stops, torch.int64),
             (is_stop, torch.bool),
         ],
@@ -98,8 +101,8 @@ def sampling_rows(
         min_position=min_position,
         stops=stop,
         is_stop=own.view(len(requests), len(stops)),
-        is_greedy=all(p.is_greedy for p in params),
-        has_filters=any(p.top_p < 1 or k < vocab_size for p, k in zip(params, counts, strict=True)),
+        is_greedy=max(temperatures, default=0.0) < GREEDY_TEMPERATURE,
+        has_filters=min(top_ps, default=1.0) < 1 or min(counts, default=vocab_size) < vocab_size,
     )
 
 
