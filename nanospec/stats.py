@@ -1,7 +1,7 @@
 """What rounds did, counted: per request, and added up."""
 
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 
@@ -16,8 +16,18 @@ class Stats:
     emitted: int = 0  # tokens of rounds: the accepted ones and one more each, none after a stop
     tokens: int = 0  # output tokens, the one that ends the prompt's last chunk included
     seconds: float = 0.0  # wall time, waiting included
-    offered: list[int] = field(default_factory=list)  # rounds that verified a draft of depth 1, 2..
-    kept: list[int] = field(default_factory=list)  # of these, rounds that kept it
+    depths: list[int] = field(default_factory=list)  # rounds whose deepest draft had depth 0, 1, ..
+    lengths: list[int] = field(default_factory=list)  # rounds that kept 0, 1, .. drafts; as long
+
+    @property
+    def offered(self) -> list[int]:
+        """Rounds that verified a draft of depth 1, 2, .."""
+        return _at_least(self.depths)
+
+    @property
+    def kept(self) -> list[int]:
+        """Of these, rounds that kept it."""
+        return _at_least(self.lengths)
 
     @property
     def acceptance_length(self) -> float:
@@ -49,18 +59,18 @@ class Stats:
         self.verified += verified
         self.accepted += accepted
         self.emitted += emitted
-        missing = max(depth - len(self.offered), 0)
-        self.offered += [0] * missing
-        self.kept += [0] * missing
-        for level in range(depth):
-            self.offered[level] += 1
-            self.kept[level] += level < accepted
+        missing = 1 + depth - len(self.depths)
+        if missing > 0:
+            self.depths += [0] * missing
+            self.lengths += [0] * missing
+        self.depths[depth] += 1
+        self.lengths[accepted] += 1
 
     def add(self, other: "Stats") -> None:
         """Add the counts of another; seconds are left alone, as requests overlap."""
         for name in ("rounds", "drafted", "verified", "accepted", "emitted", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("offered", "kept"):
+        for name in ("depths", "lengths"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [left + right for left, right in pairs])
 
@@ -78,6 +88,11 @@ class Stats:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
+
+
+def _at_least(rounds: list[int]) -> list[int]:
+    """Return how many rounds had 1 or more, 2 or more, .., of how many had 0, 1, .."""
+    return list(accumulate(reversed(rounds[1:])))[::-1]
 
 
 @dataclass(slots=True)

@@ -287,12 +287,19 @@ class StepOutput:
     emitted: list[list[int]]  # [R] tokens kept, none after a stop
     reasons: list[FinishReason | None]  # [R] why each request ends with this round, if it does
     path: list[list[int]]  # [R] rows of the accepted path, the root first, before stops
-    committed: list[CommittedRows]  # chunks first, then the requests' paths
+    starts: list[int]  # [R] rows of each that were cached before
+    chunks: list[CommittedRows]
     logits: Tensor | None  # [N, V] of the packed rows; None where rounds run ahead
     rows: PackedRows  # of the plan, perhaps without unused rows
     num_tokens: int  # rows of the whole forward
     tier: int  # rows that were run, padding included
     predicted_us: float | None  # what the round should take, where costs are known
+
+    @property
+    def committed(self) -> list[CommittedRows]:
+        """What was cached: chunks first, then the kept part of the requests' paths."""
+        rows = zip(self.requests, self.starts, self.emitted, strict=True)
+        return self.chunks + [CommittedRows(r, at, at + len(own)) for r, at, own in rows if own]
 
     @property
     def live(self) -> list[int]:

@@ -1,22 +1,24 @@
 """What came of a round: on its way to the host, and to the next round, which does not wait."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanospec.device import HostCopy
-from nanospec.types import AcceptResult, Pending, VerifyPlan
+from nanospec.types import AcceptResult, Pending, PlanKind, VerifyPlan
 
 
 @dataclass(frozen=True, slots=True)
-class RequestAnswer:
-    """What came of one request."""
+class Outcome:
+    """What came of R requests."""
 
-    tokens: list[int]  # emitted
-    path: list[int]  # rows of the accepted path, the root first
-    parents: list[int]  # of its rows
-    num_rows: int  # verified, root included
+    counts: list[int]  # rows verified, root included
+    depths: list[int]  # of the deepest draft verified; rows of nobody are none
+    tokens: list[list[int]]  # emitted
+    path: list[list[int]]  # rows of the accepted path, the root first
 
 
 class Answer:
@@ -24,16 +26,35 @@ class Answer:
 
     def __init__(self, plan: VerifyPlan, values: Tensor):
         """Start to copy what `sum_up` gives of a plan."""
+        self._is_chain = plan.kind is PlanKind.CHAIN
         self._width = plan.max_rows
         self._values = HostCopy(values)
 
-    def read(self) -> list[RequestAnswer]:
-        """Wait until it is there; return what came of each request."""
-        width, found = self._width, []
-        for *values, num_rows, num_emitted in self._values.read().tolist():
-            tokens, path = values[:num_emitted], values[width : width + num_emitted]
-            found.append(RequestAnswer(tokens, path, values[2 * width :], num_rows))
-        return found
+    def read(self) -> Outcome:
+        """Wait until it is there; return what came of the requests."""
+        values, width = self._values.read().numpy(), self._width
+        tokens, path, parents = (values[:, at * width : (at + 1) * width] for at in range(3))
+        counts, lengths = values[:, 3 * width :].T.tolist()
+        if self._is_chain:  # what its paths and depths are is known
+            paths = [list(range(length)) for length in lengths]
+            depths = [count - 1 for count in counts]
+        else:
+            paths = _cut(path, lengths)
+            depths = [max(_depths(own)) for own in _cut(parents, counts)]
+        return Outcome(counts, depths, _cut(tokens, lengths), paths)
+
+
+def _cut(rows: np.ndarray, lengths: Sequence[int]) -> list[list[int]]:
+    """Return the first so many numbers of each row."""
+    return [row[:length] for row, length in zip(rows.tolist(), lengths, strict=True)]
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """Return how deep each row of a tree is, -1 for rows of nobody and what hangs on them."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
+    return depths
 
 
 def sum_up(plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None) -> tuple[Pending, Tensor]:

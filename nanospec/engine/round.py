@@ -28,7 +28,7 @@ from torch import Tensor
 from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.cudagraph.runner import ModelRunner, TargetOutput
 from nanospec.device import to_device
-from nanospec.engine.answer import Answer, RequestAnswer, sum_up
+from nanospec.engine.answer import Answer, sum_up
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
@@ -258,41 +258,41 @@ def _commit_chunks(ctx: RoundContext, chunks: Sequence[Segment]) -> list[Committ
 
 def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     """Make the accepted paths part of their requests: tokens, text, counters, pages."""
-    answers = flight.answer.read()
-    committed = list(flight.chunks)
+    outcome = flight.answer.read()
+    starts = [request.kv_len for request in flight.requests]
     emitted: list[list[int]] = []
     reasons: list[FinishReason | None] = []
-    is_chain = flight.plan.kind is PlanKind.CHAIN
-    for request, draft, answer in zip(flight.requests, flight.drafts, answers, strict=True):
+    for request, draft, tokens, count, depth in zip(
+        flight.requests, flight.drafts, outcome.tokens, outcome.counts, outcome.depths, strict=True
+    ):
         if request.is_finished:  # by the round before, or aborted since
             emitted.append([])
             reasons.append(None)
             continue
         request.in_flight.pop(0)
-        start = request.kv_len
-        request.stats.drafted += 0 if draft is None else len(draft)
+        stats = request.stats
+        if draft is not None:
+            stats.drafted += len(draft)
         is_round = request.num_output > 0  # the end of a prompt is no round
-        kept, reason = _append(request, answer.tokens)
+        kept, reason = _append(request, tokens)
+        stats.tokens += len(kept)
         if is_round:
-            request.stats.count_round(
-                verified=answer.num_rows - 1,
-                depth=answer.num_rows - 1 if is_chain else _depth(answer),
-                accepted=len(answer.path) - 1,
-                emitted=len(kept),
+            stats.count_round(
+                verified=count - 1, depth=depth, accepted=len(tokens) - 1, emitted=len(kept)
             )
         ctx.scheduler.commit(request, len(kept))
-        committed.append(CommittedRows(request, start, request.kv_len))
         emitted.append(kept)
         reasons.append(reason)
     return StepOutput(
         requests=flight.requests,
         drafts=flight.drafts,
         plan=replace(flight.plan, probs=None) if ctx.runs_ahead else flight.plan,
-        counts=[answer.num_rows for answer in answers],
+        counts=outcome.counts,
         emitted=emitted,
         reasons=reasons,
-        path=[answer.path for answer in answers],
-        committed=committed,
+        path=outcome.path,
+        starts=starts,
+        chunks=flight.chunks,
         logits=None if ctx.runs_ahead else flight.output.logits,
         rows=flight.step.rows,
         num_tokens=flight.step.num_rows,
@@ -301,34 +301,25 @@ def _commit(ctx: RoundContext, flight: Flight) -> StepOutput:
     )
 
 
-def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-    """Append tokens up to the one that ends the request; ids, text and counters end there.
+def _append(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Append tokens up to the one that ends the request; ids and text end there.
 
     Returns:
         The tokens kept, and why the last one is the last, if it is.
     """
     room = request.max_len - len(request.tokens)
-    kept = list(tokens[:room])
+    kept = tokens[:room]
     # A stop at the very end is still a stop. The token that is one by itself is not in the text.
     reason: FinishReason | None = "length" if len(kept) == room else None
     spoken = kept
-    stop = next((at for at, token in enumerate(kept) if token in request.stop_token_ids), None)
-    if stop is not None:
+    if not request.stop_token_ids.isdisjoint(kept):
+        stop = next(at for at, token in enumerate(kept) if token in request.stop_token_ids)
         kept, spoken, reason = kept[: stop + 1], kept[:stop], "stop"
-    stop = request.text.extend(spoken, request.params.min_tokens - request.num_output)
-    if stop is not None:
-        kept, reason = kept[: stop + 1], "stop"
+    cut = request.text.extend(spoken, request.params.min_tokens - request.num_output)
+    if cut is not None:
+        kept, reason = kept[: cut + 1], "stop"
     request.tokens += kept
-    request.stats.tokens += len(kept)
     return kept, reason
-
-
-def _depth(answer: RequestAnswer) -> int:
-    """Return how deep the tree of a request's rows is; rows of nobody are not in it."""
-    depths = [0]
-    for parent in answer.parents[1 : answer.num_rows]:
-        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
-    return max(depths)
 
 
 def propose(ctx: RoundContext, flight: Flight) -> None:

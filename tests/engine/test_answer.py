@@ -1,9 +1,11 @@
 """What a round gives is summed up alike by kernel and reference, and read request by request."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from nanospec.engine.answer import Answer, RequestAnswer, sum_up_reference
+from nanospec.engine.answer import Answer, Outcome, sum_up_reference
 from nanospec.types import AcceptResult, PlanKind, VerifyPlan
 from tests import helpers
 
@@ -46,9 +48,9 @@ def test_kernel_matches_the_reference(seed: int, device: torch.device) -> None:
     assert values.tolist() == want_values.tolist()
 
 
-def test_the_host_reads_what_was_emitted_and_nothing_behind() -> None:
-    plan = VerifyPlan(
-        kind=PlanKind.CHAIN,
+def a_plan(kind: PlanKind) -> VerifyPlan:
+    return VerifyPlan(
+        kind=kind,
         tokens=torch.tensor([[5, 6, 7], [8, 0, 0]]),
         parents=torch.tensor([[-1, 0, 1], [-1, 0, 0]]),
         num_rows=torch.tensor([3, 1]),
@@ -56,11 +58,36 @@ def test_the_host_reads_what_was_emitted_and_nothing_behind() -> None:
         row_counts=[3, 1],
         num_masked=0,
     )
+
+
+@pytest.mark.parametrize("kind", PlanKind)
+def test_the_host_reads_what_was_emitted_and_nothing_behind(kind: PlanKind) -> None:
+    plan = a_plan(kind)
     tokens, path = torch.tensor([[6, 9, 77], [4, 77, 77]]), torch.tensor([[0, 1, 77], [0, 77, 77]])
     result = AcceptResult(tokens, torch.tensor([2, 1]), path)
     pending, values = sum_up_reference(plan, result, torch.tensor([3, 0]))
     assert (pending.roots.tolist(), pending.num_tokens.tolist()) == ([9, 4], [5, 1])
-    assert Answer(plan, values).read() == [
-        RequestAnswer([6, 9], [0, 1], [-1, 0, 1], 3),
-        RequestAnswer([4], [0], [-1, 0, 0], 1),
-    ]
+    want = Outcome(counts=[3, 1], depths=[2, 0], tokens=[[6, 9], [4]], path=[[0, 1], [0]])
+    assert Answer(plan, values).read() == want
+
+
+def test_paths_and_depths_of_trees_are_those_of_their_rows() -> None:
+    plan = replace(a_plan(PlanKind.MASK), parents=torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
+    plan = replace(plan, num_rows=torch.tensor([3, 3]), num_tokens=6, row_counts=[3, 3])
+    tokens, path = torch.tensor([[6, 9, 77], [4, 77, 77]]), torch.tensor([[0, 2, 77], [0, 77, 77]])
+    result = AcceptResult(tokens, torch.tensor([2, 1]), path)
+    found = Answer(plan, sum_up_reference(plan, result, None)[1]).read()
+    assert (found.path, found.depths) == ([[0, 2], [0]], [1, 0])
+
+
+def test_a_round_of_nobody_has_no_outcome() -> None:
+    plan = replace(
+        a_plan(PlanKind.CHAIN),
+        tokens=torch.zeros(0, 1, dtype=torch.int64),
+        parents=torch.zeros(0, 1, dtype=torch.int64),
+        num_rows=torch.zeros(0, dtype=torch.int64),
+    )
+    nothing = torch.zeros(0, 1, dtype=torch.int64)
+    result = AcceptResult(nothing, nothing[:, 0], nothing)
+    values = sum_up_reference(plan, result, None)[1]
+    assert Answer(plan, values).read() == Outcome([], [], [], [])
