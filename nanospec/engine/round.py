@@ -19,7 +19,7 @@ not run ahead copy small lists and read what they drew, as do estimators of acce
 default path there is only `settle`'s.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,7 +68,6 @@ class Flight:
     """A round that was launched and is not settled yet."""
 
     requests: list[Request]  # [R], those that sample
-    places: Mapping[Request, int]  # of each, its number
     drafts: list[Draft | None]  # [R], of which the plan verifies a part
     chunks: list[CommittedRows]
     plan: VerifyPlan
@@ -104,7 +103,8 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         PlanError: the speculator's plan is malformed; nothing was changed.
     """
     requests = [segment.request for segment in segments if segment.samples]
-    requests.sort(key=_needs_mask)  # so that the others stay on the causal kernel
+    if ctx.speculator.effective.kind > PlanKind.CHAIN:
+        requests.sort(key=_needs_mask)  # so that the others stay on the causal kernel
     chunks = _chunks(segments)
     cache = ctx.caches[0]
     device = cache.k.device
@@ -116,7 +116,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     _check(plan, requests, ctx.speculator)
     if pending is not None:
         plan.tokens[:, 0] = pending.roots
-    most_rows = [1 + request.num_planned for request in requests]
+    most_rows = plan.row_counts or [1 + request.num_planned for request in requests]
     if verdict.counts is not None:
         plan = replace(
             plan,
@@ -145,8 +145,9 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     given, values = sum_up(plan, result, ahead)
     flight = Flight(
         requests=requests,
-        places={request: place for place, request in enumerate(requests)},
-        drafts=[_lasting(request.draft, ctx) for request in requests],
+        drafts=[
+            _lasting(request.draft) if ctx.runs_ahead else request.draft for request in requests
+        ],
         chunks=_commit_chunks(ctx, chunks),
         plan=plan,
         step=step,
@@ -189,19 +190,24 @@ def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
     That of the round before, if it is not settled, is not in it.
     """
     roots, num_new = flight.pending.roots, flight.num_new
-    places = [flight.places.get(request, -1) if request.in_flight else -1 for request in requests]
-    if places == list(range(len(flight.requests))):
+    if requests == flight.requests:
         return Pending(roots, num_new)
-    device = roots.device
+    device, places = roots.device, _places(flight.requests, requests)
     place, root = to_device([places, [request.tokens[-1] for request in requests]], device).unbind()
     # Place -1 is one behind the end: no tokens.
     found = Pending(*(torch.nn.functional.pad(each, (0, 1)) for each in (roots, num_new))).at(place)
     return Pending(torch.where(place >= 0, found.roots, root), found.num_tokens)
 
 
-def _lasting(draft: Draft | None, ctx: RoundContext) -> Draft | None:
-    """Return a draft as observers may see it: where rounds run ahead its q is overwritten."""
-    if draft is None or draft.probs is None or not ctx.runs_ahead:
+def _places(requests: Sequence[Request], wanted: Sequence[Request]) -> list[int]:
+    """Return where each of those that are wanted is among requests, -1 where it is not."""
+    place_of = {request: place for place, request in enumerate(requests)}
+    return [place_of.get(request, -1) for request in wanted]
+
+
+def _lasting(draft: Draft | None) -> Draft | None:
+    """Return a draft as observers may see it where rounds run ahead: its q is overwritten."""
+    if draft is None or draft.probs is None:
         return draft
     return replace(draft, probs=None, origin=None)
 
@@ -336,13 +342,16 @@ def propose(ctx: RoundContext, flight: Flight) -> None:
     if ctx.runs_ahead:
         pending = flight.pending
         if len(going) < len(flight.requests):
-            places = [flight.places[request] for request in going]
+            places = _places(flight.requests, going)
             pending = pending.at(to_device(places, pending.roots.device))
         drafts = list(speculator.propose_ahead(going, pending))
     else:
         drafts = list(speculator.propose(going))
     if effective.kind is PlanKind.CHAIN:
-        drafts = [None if draft is None else first_path(draft) for draft in drafts]
+        drafts = [
+            draft if draft is None or draft.parents is None else first_path(draft)
+            for draft in drafts
+        ]
     if speculator.estimator is not None:
         drafts = speculator.estimator.complete(going, drafts)
     for request, draft in zip(going, drafts, strict=True):

@@ -67,6 +67,8 @@ class Scheduler:
 
     def can_run_ahead(self) -> bool:
         """Whether a round fits behind one in flight: then nothing that is in use is taken back."""
+        if len(self.running) <= self.pages.num_free:
+            return True  # all rows in flight have pages: one token more takes one page at most
         needed = sum(
             max(self.pages.pages_for(request.most_tokens) - len(request.pages), 0)
             for request in self.running
@@ -82,6 +84,10 @@ class Scheduler:
         not decided here.
         """
         segments = [Segment(request, 1) for request in self._grow()]
+        max_running = self._max_running()
+        can_admit = bool(self.waiting) and len(self.running) < max_running
+        if len(segments) == len(self.running) and not can_admit:
+            return segments
         room = self.max_num_batched_tokens - len(segments)
         num_drafts = sum(segment.request.num_planned for segment in segments)
         budget = max(room - num_drafts, min(room, PROMPT_ROWS))
@@ -89,7 +95,6 @@ class Scheduler:
             if _num_pending(request) > 1 and budget > 0:
                 segments.append(Segment(request, min(_num_pending(request), budget)))
                 budget -= segments[-1].num_rows
-        max_running = self._max_running()
         while budget > 0 and len(self.running) < max_running:
             admitted = self._admit()
             if admitted is None:
@@ -119,9 +124,10 @@ class Scheduler:
         Returns:
             The requests that may make drafts; `max_drafts` says how many.
         """
-        going = [r for r in requests if not r.is_finished and not _is_ending(r)]
-        for request in going:
-            missing = self.pages.pages_for(request.most_tokens) - len(request.pages)
+        going = [r for r in requests if not (r.is_finished or _is_ending(r))]
+        tokens = [request.most_tokens for request in going]
+        for request, own in zip(going, tokens, strict=True):
+            missing = self.pages.pages_for(own) - len(request.pages)
             if 0 < missing <= self.pages.num_free:
                 request.pages += self.pages.allocate(missing)
         most = budget.max_rows_per_request - 1
@@ -131,13 +137,15 @@ class Scheduler:
             chosen = {able[place] for place in spread(len(able), budget.max_requests)}
             wanted = [each if index in chosen else 0 for index, each in enumerate(wanted)]
         shares = deal(wanted, budget.total_drafts)
-        for request, share in zip(going, shares, strict=True):
-            slots = (len(request.pages) + self.pages.num_free) * self.pages.page_size
-            request.max_drafts = max(min(share, slots - request.most_tokens), 0)
-            needed = self.pages.pages_for(request.most_tokens + request.max_drafts)
-            if request.max_drafts > 0:
-                request.pages += self.pages.allocate(max(needed - len(request.pages), 0))
-            self._cut_pages(request, needed)
+        for request, own, share in zip(going, tokens, shares, strict=True):
+            held = len(request.pages)
+            slots = (held + self.pages.num_free) * self.pages.page_size
+            request.max_drafts = max(min(share, slots - own), 0)
+            needed = self.pages.pages_for(own + request.max_drafts)
+            if needed > held and request.max_drafts > 0:
+                request.pages += self.pages.allocate(needed - held)
+            elif needed < held:
+                self._cut_pages(request, needed)
         return [request for request in going if request.max_drafts > 0]
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -160,14 +168,15 @@ class Scheduler:
             if _num_pending(request) > 1 or _is_ending(request):
                 continue
             needed = self.pages.pages_for(request.most_tokens) - len(request.pages)
-            if needed > self.pages.num_free:
-                self._reclaim_draft_pages()
-            while needed > self.pages.num_free and index <= len(self.running):
-                self._preempt(self.running[-1])
-            if index <= len(self.running):
-                if needed > 0:
-                    request.pages += self.pages.allocate(needed)
-                yield request
+            if needed > 0:
+                if needed > self.pages.num_free:
+                    self._reclaim_draft_pages()
+                while needed > self.pages.num_free and index <= len(self.running):
+                    self._preempt(self.running[-1])
+                if index > len(self.running):
+                    return
+                request.pages += self.pages.allocate(needed)
+            yield request
 
     def _max_running(self) -> int:
         limit = self._admit_limit(self.view())

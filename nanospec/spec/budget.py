@@ -130,6 +130,8 @@ def choose_budget(
 
 def deal(wanted: Sequence[int], total: int) -> list[int]:
     """Deal a total out, one each at a time, to nobody more than wanted."""
+    if sum(wanted) <= total:
+        return list(wanted)
     shares = [0] * len(wanted)
     for depth in range(max(wanted, default=0)):
         for index, own in enumerate(wanted):
