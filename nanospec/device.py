@@ -30,7 +30,7 @@ def prefer_faster_products() -> None:
 
 
 def to_device(
-    values: Sequence[Any] | int, device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | Array | int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Return a tensor of a number or (nested) lists of numbers, without waiting for the device.
 

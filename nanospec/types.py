@@ -18,6 +18,7 @@ the root. p is the target's distribution, q the drafter's.
 
 import enum
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -152,7 +153,7 @@ class Request:
     max_drafts: int = 0  # draft rows there are pages for in the next round
     in_flight: list[int] = field(default_factory=list)  # rows in each round that is not settled
     tokens: list[int] = field(init=False)  # prompt and committed output
-    pages: list[int] = field(default_factory=list)  # in the order of the tokens
+    pages: "array[int]" = field(default_factory=lambda: array("i"))  # in the order of the tokens
     kv_len: int = 0
     num_published: int = 0  # leading pages that the prefix cache knows
     prefix_node: int = 0  # the prefix cache's name for what these pages hold

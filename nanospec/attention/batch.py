@@ -1,12 +1,14 @@
 """`ForwardBatch`: the packed rows of one forward, and where their keys and values live."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanospec.device import to_device
+from nanospec.device import Array, to_device
 
 LONG_ROWS = 65  # a segment of so many rows is part of a prompt: no plan has as many
 
@@ -111,10 +113,16 @@ def build_batch(
     )
 
 
-def padded_tables(page_tables: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return page tables of the same width, padded with page 0; at least one page wide."""
-    width = max(1, max(map(len, page_tables), default=1))
-    return [[*table, *[0] * (width - len(table))] for table in page_tables]
+def padded_tables(page_tables: Sequence[Sequence[int]]) -> Array:
+    """Return page tables of the same width, [R, P] int32, padded with page 0; P is 1 at least.
+
+    They are joined as bytes: numpy would read each number of many requests, for every forward.
+    """
+    lens = np.array([len(table) for table in page_tables], dtype=np.int64)
+    padded = np.zeros((len(lens), max(1, lens.max(initial=0))), dtype=np.int32)
+    is_page = np.arange(padded.shape[1]) < lens[:, None]
+    padded[is_page] = np.frombuffer(b"".join(array("i", table) for table in page_tables), np.int32)
+    return padded
 
 
 def slots_of(pages: Sequence[int], span: range, page_size: int) -> list[int]:
@@ -124,7 +132,7 @@ def slots_of(pages: Sequence[int], span: range, page_size: int) -> list[int]:
 
 def batch_of_spans(
     spans: Sequence[range],
-    page_tables: Sequence[list[int]],
+    page_tables: Sequence[Sequence[int]],
     token_ids: Tensor,
     *,
     page_size: int,

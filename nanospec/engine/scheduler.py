@@ -1,6 +1,7 @@
 """Which requests run in the next forward, with how many rows each, and who holds which pages."""
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -129,7 +130,7 @@ class Scheduler:
         for request, own in zip(going, tokens, strict=True):
             missing = self.pages.pages_for(own) - len(request.pages)
             if 0 < missing <= self.pages.num_free:
-                request.pages += self.pages.allocate(missing)
+                request.pages.extend(self.pages.allocate(missing))
         most = budget.max_rows_per_request - 1
         wanted = [min(_num_useful(r), most) for r in going]
         if budget.max_requests is not None:
@@ -143,7 +144,7 @@ class Scheduler:
             request.max_drafts = max(min(share, slots - own), 0)
             needed = self.pages.pages_for(own + request.max_drafts)
             if needed > held and request.max_drafts > 0:
-                request.pages += self.pages.allocate(needed - held)
+                request.pages.extend(self.pages.allocate(needed - held))
             elif needed < held:
                 self._cut_pages(request, needed)
         return [request for request in going if request.max_drafts > 0]
@@ -175,7 +176,7 @@ class Scheduler:
                     self._preempt(self.running[-1])
                 if index > len(self.running):
                     return
-                request.pages += self.pages.allocate(needed)
+                request.pages.extend(self.pages.allocate(needed))
             yield request
 
     def _max_running(self) -> int:
@@ -200,7 +201,7 @@ class Scheduler:
             self._reclaim_draft_pages()
         self.waiting.popleft()
         self.pages.hold(hit)
-        request.pages = hit + self.pages.allocate(needed)
+        request.pages = array("i", hit + self.pages.allocate(needed))
         request.kv_len = len(hit) * self.pages.page_size
         request.num_published = len(hit)
         request.prefix_node = node
@@ -216,7 +217,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pages.release(request.pages)
-        request.pages = []
+        request.pages = array("i")
         request.kv_len = 0
         request.num_published = 0
         request.prefix_node = 0

@@ -4,6 +4,7 @@ Knows what a round launches, but no speculator: nothing is drafted, learnt or ca
 values go to the scratch page.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -118,7 +119,7 @@ def _request(
     )
     cache = ctx.caches[0]
     scratch = cache.scratch_slot // cache.page_size
-    request.pages = [scratch] * -(-(num_tokens + num_drafts) // cache.page_size)
+    request.pages = array("i", [scratch]) * -(-(num_tokens + num_drafts) // cache.page_size)
     return request
 
 

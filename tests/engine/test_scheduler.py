@@ -93,7 +93,7 @@ def test_the_last_admitted_is_preempted_and_starts_over_at_the_head_of_the_queue
     segments = own.schedule()  # the first needs a third page
     assert sizes(segments) == [(0, 1)]
     assert list(own.waiting) == [second, third]
-    assert (second.pages, second.kv_len, own.num_preemptions) == ([], 0, 1)
+    assert (list(second.pages), second.kv_len, own.num_preemptions) == ([], 0, 1)
     assert len(second.tokens) == 9  # its output is kept
     own.finish(first, "stop")
     run(own.schedule())
