@@ -1,8 +1,10 @@
-"""How one request is sampled, and when it ends."""
+"""How one request is sampled, and when it ends; and how rows of logits are, for many requests."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from nanospec.errors import ConfigError
 
@@ -66,6 +68,49 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each of N rows of logits is sampled."""
+
+    temperature: Tensor  # [N] fp32
+    top_k: Tensor  # [N] int64, V where off
+    top_p: Tensor  # [N] fp32, 1 where off
+    min_p: Tensor  # [N] fp32, 0 where off
+    seed: Tensor  # [N] int64
+    position: Tensor  # [N] int64, output position of the token drawn
+    min_position: Tensor  # [N] int64, first output position that may be a stop token
+    stops: Tensor  # [U] int64, stop tokens of rows that may not stop yet
+    is_stop: Tensor  # [N, U] bool, which of them are the row's own
+    is_greedy: bool  # host: all rows are
+    has_filters: bool  # host: some row has top-k or top-p
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether logits alone decide: all rows are greedy, and any token may come."""
+        return self.is_greedy and len(self.stops) == 0
+
+    def later(self, count: Tensor) -> "SamplingRows":
+        """Return the same rows, each `count` [N] output positions later."""
+        return replace(self, position=self.position + count)
+
+    def at(self, index: Tensor, ahead: Tensor | int) -> "SamplingRows":
+        """Return rows like those of `index` [N'], each `ahead` [N'] output positions later."""
+        position = self.position[index] + ahead
+        return SamplingRows(
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            seed=self.seed[index],
+            position=position,
+            min_position=self.min_position[index],
+            stops=self.stops,
+            is_stop=self.is_stop[index],
+            is_greedy=self.is_greedy,
+            has_filters=self.has_filters,
+        )
 
 
 def _require(condition: bool, given: str, wanted: str) -> None:

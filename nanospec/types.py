@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from nanospec.params import SamplingParams
+from nanospec.params import SamplingParams, SamplingRows
 from nanospec.stats import Stats
 from nanospec.text import TextStream
 
@@ -119,10 +119,11 @@ class Pending:
 
     roots: Tensor  # [R] int64, the last token of each
     num_tokens: Tensor  # [R] int64, tokens on their way
+    sampling: SamplingRows  # [R] how the token after each root is sampled
 
     def at(self, index: Tensor) -> "Pending":
         """Return what those of `index` [n] get."""
-        return Pending(self.roots[index], self.num_tokens[index])
+        return Pending(self.roots[index], self.num_tokens[index], self.sampling.at(index, 0))
 
 
 _Number = TypeVar("_Number", int, float)

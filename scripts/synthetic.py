@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nanospec.cudagraph.runner import TargetOutput
+from nanospec.params import SamplingRows
 from nanospec.spec.dspark import DSparkSpeculator
 from nanospec.spec.dspark_graphs import Blocks
-from nanospec.spec.sampler import SamplingRows, sample_at
+from nanospec.spec.sampler import sample_at
 from nanospec.spec.speculator import SpeculatorSetup
 from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 

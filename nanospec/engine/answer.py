@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanospec.device import HostCopy
-from nanospec.types import AcceptResult, Pending, PlanKind, VerifyPlan
+from nanospec.types import AcceptResult, PlanKind, VerifyPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ def _depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def sum_up(plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None) -> tuple[Pending, Tensor]:
+def sum_up(
+    plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a round gives its requests, and what the host must read of it.
 
     Args:
@@ -66,8 +68,9 @@ def sum_up(plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None) -> tupl
         ahead: [R] int64, what the round before gives them, if that is in flight.
 
     Returns:
-        Roots, and tokens that the host does not know of, those of the round before included; and
-        [R, 3 M + 2] int64: emitted tokens, path, parents, number of rows, number of tokens.
+        Roots [R] int64; tokens [R] int64 that the host does not know of, those of the round before
+        included; and [R, 3 M + 2] int64: emitted tokens, path, parents, number of rows, number of
+        tokens.
     """
     if result.tokens.is_cuda and plan.num_reqs > 0:
         # Imported here: Triton takes long to import and a CPU needs none.
@@ -79,10 +82,10 @@ def sum_up(plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None) -> tupl
 
 def sum_up_reference(
     plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None
-) -> tuple[Pending, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `sum_up`."""
     num_new = result.num_emitted
     roots = result.tokens.gather(1, num_new[:, None] - 1)[:, 0]
     counts = torch.stack((plan.num_rows, num_new), dim=1)
     values = torch.cat((result.tokens, result.path, plan.parents, counts), dim=1)
-    return Pending(roots, num_new if ahead is None else ahead + num_new), values
+    return roots, num_new if ahead is None else ahead + num_new, values

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec.types import AcceptResult, Pending, VerifyPlan
+from nanospec.types import AcceptResult, VerifyPlan
 
 _POINTERS = [
     f"{name}_ptr"
@@ -50,10 +50,12 @@ def _sum_up_kernel(
     tl.store(end - 1, num_emitted)
 
 
-def sum_up(plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None) -> tuple[Pending, Tensor]:
+def sum_up(
+    plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `answer.sum_up`."""
     num_reqs, max_rows = plan.tokens.shape
-    pending = Pending(*plan.num_rows.new_empty(2, num_reqs).unbind())
+    roots, totals = plan.num_rows.new_empty(2, num_reqs).unbind()
     values = plan.num_rows.new_empty(num_reqs, 3 * max_rows + 2)
     _sum_up_kernel[(num_reqs,)](
         result.tokens,
@@ -62,11 +64,11 @@ def sum_up(plan: VerifyPlan, result: AcceptResult, ahead: Tensor | None) -> tupl
         plan.num_rows,
         result.num_emitted,
         result.num_emitted if ahead is None else ahead,
-        pending.roots,
-        pending.num_tokens,
+        roots,
+        totals,
         values,
         max_rows,
         0 if ahead is None else num_reqs,
         ROWS=triton.next_power_of_2(max_rows),
     )
-    return pending, values
+    return roots, totals, values

@@ -32,6 +32,7 @@ from nanospec.engine.answer import Answer, sum_up
 from nanospec.engine.packing import PackedStep, pack
 from nanospec.engine.scheduler import Scheduler
 from nanospec.errors import PlanError
+from nanospec.params import SamplingRows
 from nanospec.spec.accept import accept
 from nanospec.spec.plan import check_plan, first_path
 from nanospec.spec.sampler import sampling_rows
@@ -108,14 +109,14 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     chunks = _chunks(segments)
     cache = ctx.caches[0]
     device = cache.k.device
-    pending = None if before is None else pending_of(before, requests)
+    ahead: Tensor | None = None
     num_other_rows = sum(segment.num_rows for segment in segments)
     room = max(ctx.scheduler.max_num_batched_tokens - num_other_rows, 0)
     verdict = ctx.speculator.admit(requests, num_other_rows, room)  # how much of what was drafted
     plan = ctx.speculator.plan(requests)  # what to verify
     _check(plan, requests, ctx.speculator)
-    if pending is not None:
-        plan.tokens[:, 0] = pending.roots
+    if before is not None:
+        plan.tokens[:, 0], ahead = pending_of(before, requests)
     most_rows = plan.row_counts or [1 + request.num_planned for request in requests]
     if verdict.counts is not None:
         plan = replace(
@@ -124,7 +125,6 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
             num_tokens=len(requests) + verdict.total,
             row_counts=None,
         )
-    ahead = None if pending is None else pending.num_tokens
     step = pack(  # where it goes
         plan,
         requests,
@@ -136,13 +136,15 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         lend=ctx.runner.buffers,
     )
     output = ctx.runner.run(step.batch)  # target forward
-    roots = sampling_rows(requests, output.logits.shape[-1], device, ahead)
+    roots = None if before is None else _sampling_of(before, requests)
+    if roots is None:
+        roots = sampling_rows(requests, output.logits.shape[-1], device, ahead)
     result = ctx.speculator.accept(plan, output, roots, step.rows)  # what survives
     if result is None:
         result = accept(plan, output.logits, roots, step.rows)
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
         move_accepted(ctx, step, result)
-    given, values = sum_up(plan, result, ahead)
+    next_roots, num_tokens, values = sum_up(plan, result, ahead)
     flight = Flight(
         requests=requests,
         drafts=[
@@ -151,7 +153,7 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
         chunks=_commit_chunks(ctx, chunks),
         plan=plan,
         step=step,
-        pending=given,
+        pending=Pending(next_roots, num_tokens, roots.later(result.num_emitted)),
         num_new=result.num_emitted,
         output=output,
         answer=Answer(plan, values),
@@ -184,19 +186,28 @@ def settle(ctx: RoundContext, flight: Flight) -> StepOutput:
     return done
 
 
-def pending_of(flight: Flight, requests: Sequence[Request]) -> Pending:
-    """Return what a flight gives these requests, without waiting for it.
+def pending_of(flight: Flight, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    """Return roots, and how many tokens a flight gives these requests, without waiting for it.
 
-    That of the round before, if it is not settled, is not in it.
+    Those of the round before, if it is not settled, are not counted.
     """
     roots, num_new = flight.pending.roots, flight.num_new
     if requests == flight.requests:
-        return Pending(roots, num_new)
+        return roots, num_new
     device, places = roots.device, _places(flight.requests, requests)
     place, root = to_device([places, [request.tokens[-1] for request in requests]], device).unbind()
     # Place -1 is one behind the end: no tokens.
-    found = Pending(*(torch.nn.functional.pad(each, (0, 1)) for each in (roots, num_new))).at(place)
-    return Pending(torch.where(place >= 0, found.roots, root), found.num_tokens)
+    found, ahead = (torch.nn.functional.pad(each, (0, 1))[place] for each in (roots, num_new))
+    return torch.where(place >= 0, found, root), ahead
+
+
+def _sampling_of(flight: Flight, requests: Sequence[Request]) -> SamplingRows | None:
+    """Return how a flight says that its requests are sampled next; None for others than those.
+
+    Also None where some could not stop: if they can by now, that costs no more passes over logits.
+    """
+    sampling = flight.pending.sampling
+    return sampling if requests == flight.requests and len(sampling.stops) == 0 else None
 
 
 def _places(requests: Sequence[Request], wanted: Sequence[Request]) -> list[int]:

@@ -16,7 +16,8 @@ from nanospec.cudagraph.graph_runner import GraphLimits, graph_bytes
 from nanospec.cudagraph.runner import EagerRunner
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
-from nanospec.spec.sampler import SamplingRows, sample
+from nanospec.params import SamplingRows
+from nanospec.spec.sampler import sample
 from nanospec.types import PlanKind, Resources
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ When no child is left, the next token is drawn from p. `accept_reference` is the
 import torch
 from torch import Tensor
 
+from nanospec.params import SamplingRows
 from nanospec.spec import noise
-from nanospec.spec.sampler import SamplingRows, draw, probabilities, sample_at
+from nanospec.spec.sampler import draw, probabilities, sample_at
 from nanospec.types import AcceptResult, PackedRows, VerifyPlan
 
 

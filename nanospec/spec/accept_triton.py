@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanospec.params import SamplingRows
 from nanospec.spec import noise, noise_triton
-from nanospec.spec.sampler import SamplingRows
 from nanospec.types import AcceptResult, VerifyPlan
 
 # Numbers that change from round to round are not specialised on, nor is where a slice of a buffer

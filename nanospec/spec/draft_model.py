@@ -11,7 +11,8 @@ from nanospec.attention.kv_cache import PagedKVCache
 from nanospec.config import ModelConfig
 from nanospec.errors import ConfigError
 from nanospec.models.loader import load_decoder, resolve_model
-from nanospec.spec.sampler import SamplingRows, draw_drafts, sampling_rows
+from nanospec.params import SamplingRows
+from nanospec.spec.sampler import draw_drafts, sampling_rows
 from nanospec.spec.speculator import Speculator, SpeculatorSetup
 from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
 

@@ -125,8 +125,10 @@ class DSparkSpeculator(Speculator):
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Draft | None]:
         """See `Speculator.propose`. A request past the drafter's own positions gets no draft."""
-        roots = to_device([request.tokens[-1] for request in requests], self.setup.device)
-        return self.propose_ahead(requests, Pending(roots, torch.zeros_like(roots)))
+        device = self.setup.device
+        roots = to_device([request.tokens[-1] for request in requests], device)
+        rows = sampling_rows(requests, self._config.layers.vocab_size, device)
+        return self.propose_ahead(requests, Pending(roots, torch.zeros_like(roots), rows))
 
     def propose_ahead(
         self, requests: Sequence[Request], pending: Pending
@@ -167,8 +169,8 @@ class DSparkSpeculator(Speculator):
         starts, length, regime, shares_noise, tables_there = to_device_together(
             [*((each, torch.int64) for each in numbers), (tables, torch.int32)], device
         )
-        rows = sampling_rows(requests, self._config.layers.vocab_size, device, pending.num_tokens)
         # A stop that may not come yet may be drafted: the target rejects it, whatever q is.
+        rows = pending.sampling
         rows = replace(rows, stops=rows.stops[:0], is_stop=rows.is_stop[:, :0])
         return Blocks(
             roots=pending.roots,

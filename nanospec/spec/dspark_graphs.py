@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanospec.cudagraph.buckets import row_tiers, tier_of
 from nanospec.cudagraph.graph_runner import Graphs
-from nanospec.spec.sampler import SamplingRows
+from nanospec.params import SamplingRows
 from nanospec.types import DraftRows
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from nanospec.cudagraph.buckets import row_tiers
 from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
-from nanospec.params import GREEDY_TEMPERATURE
+from nanospec.params import GREEDY_TEMPERATURE, SamplingRows
 from nanospec.spec.dspark import DSparkSpeculator
 from nanospec.spec.dspark_graphs import blocks_of_nobody
-from nanospec.spec.sampler import SamplingRows, probabilities
+from nanospec.spec.sampler import probabilities
 from nanospec.types import Draft, Pending, PlanKind, Request, Resources
 
 

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanospec.params import GREEDY_TEMPERATURE
+from nanospec.params import GREEDY_TEMPERATURE, SamplingRows
 from nanospec.spec import noise_triton
-from nanospec.spec.sampler import SamplingRows
 
 _STRETCH = 4096  # logits that a program surveys or writes
 _GROUP = 64  # logits of which the survey keeps the largest, to guess where a row's cut is

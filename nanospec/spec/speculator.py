@@ -22,10 +22,10 @@ from nanospec.cudagraph.graph_runner import GraphLimits, Graphs
 from nanospec.cudagraph.runner import TargetOutput
 from nanospec.errors import ConfigError
 from nanospec.models.decoder import Decoder
+from nanospec.params import SamplingRows
 from nanospec.spec.adaptive import Verdict, create_policy
 from nanospec.spec.estimator import AcceptanceEstimator
 from nanospec.spec.plan import build_plan
-from nanospec.spec.sampler import SamplingRows
 from nanospec.types import (
     AcceptResult,
     Budget,

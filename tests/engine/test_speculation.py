@@ -15,10 +15,11 @@ from nanospec.attention.backend import HOST_PLANNED
 from nanospec.attention.batch import slots_of
 from nanospec.attention.torch_backend import TorchAttention
 from nanospec.errors import ConfigError
+from nanospec.params import SamplingRows
 from nanospec.spec.dspark import DSparkSpeculator
 from nanospec.spec.registry import SPECULATORS
 from nanospec.spec.speculator import Speculator
-from nanospec.types import Draft, PlanKind, Resources, StepOutput
+from nanospec.types import Draft, PlanKind, Request, Resources, StepOutput
 from tests import helpers
 from tests.speculators import RandomDrafts, oracle
 
@@ -471,6 +472,39 @@ def test_what_drafts_on_the_host_cannot_run_ahead(qwen3: Path, register: Any) ->
             helpers.make_llm(qwen3, **own)
         llm = helpers.make_llm(qwen3, **(own | {"run_ahead": "auto"}))
         assert not llm.engine._ctx.runs_ahead
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_rows_know_their_output_positions_ahead_of_the_host(
+    qwen3: Path, register: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Rows of a round go on from those of the round before, unless its requests are others."""
+    llm = helpers.make_llm(qwen3, **options_of(qwen3, name, register))
+    rows: list[SamplingRows] = []
+    steps: list[tuple[list[Request], list[int], list[bool]]] = []
+
+    def accept(*args: Any) -> None:
+        rows.append(args[2])
+
+    def observe(step: StepOutput) -> None:
+        at = [
+            start + 1 - len(request.prompt_token_ids)
+            for request, start in zip(step.requests, step.starts, strict=True)
+        ]
+        steps.append((step.requests, at, [bool(own) for own in step.emitted]))
+
+    monkeypatch.setattr(llm.engine.speculator, "accept", accept)
+    llm.engine.observers.append(observe)
+    limits = {"min_tokens": 4, "stop_token_ids": [300]}
+    params = [helpers.greedy(12 + 5 * at, seed=at, **limits) for at in range(len(PROMPTS))]
+    llm.generate(PROMPTS, params)
+    assert len(rows) == len(steps) > 20
+    for own, (requests, positions, is_live) in zip(rows, steps, strict=True):
+        assert own.seed.tolist() == [request.seed for request in requests]
+        known = zip(own.position.tolist(), positions, is_live, strict=True)
+        assert all(got == want for got, want, live in known if live)
+    everyone = [own for own in rows if len(own.seed) == len(PROMPTS)]
+    assert not everyone[0].is_argmax and everyone[-1].is_argmax, "nobody is limited for ever"
 
 
 # Found in review: what raised while drafting lost the round, and the engine never finished.

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from nanospec import SamplingParams
 from nanospec.engine.packing import pack
+from nanospec.params import SamplingRows
 from nanospec.spec import noise
 from nanospec.spec.accept import accept, accept_reference, follow_reference
 from nanospec.spec.plan import build_plan
-from nanospec.spec.sampler import SamplingRows, sampling_rows
+from nanospec.spec.sampler import sampling_rows
 from nanospec.types import AcceptResult, Draft, PackedRows, PlanKind, Request, Resources, VerifyPlan
 from tests import helpers
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nanospec import SamplingParams
-from nanospec.spec.sampler import SamplingRows, probabilities, sample, sampling_rows
+from nanospec.params import SamplingRows
+from nanospec.spec.sampler import probabilities, sample, sampling_rows
 from tests import helpers
 
 CPU = torch.device("cpu")

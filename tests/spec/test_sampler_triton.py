@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanospec import SamplingParams
+from nanospec.params import SamplingRows
 from nanospec.spec import noise
 from nanospec.spec.sampler import (
-    SamplingRows,
     draw_reference,
     probabilities,
     probabilities_reference,
