@@ -311,7 +311,8 @@ class StepOutput:
     @property
     def budget(self) -> int:
         """How many drafts were verified of those requests."""
-        return sum(self.counts[index] - 1 for index in self.live)
+        counts = zip(self.counts, self.emitted, strict=True)
+        return sum([count - 1 for count, own in counts if own])
 
     def deepest(self, index: int) -> int:
         """Return the depth of a request's tree up to which drafts count: none behind a stop.

@@ -203,7 +203,7 @@ class Engine:
         if self._flight is flight:
             self._flight = None
         done = settle(self._ctx, flight)
-        advanced = [done.requests[index] for index in done.live]
+        advanced = [r for r, own in zip(done.requests, done.emitted, strict=True) if own]
         for request in advanced:
             if request.is_finished:
                 self.stats.add(request.stats)

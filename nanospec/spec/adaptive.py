@@ -327,6 +327,8 @@ def _depths(requests: Sequence[Request], survival: Tensor) -> Tensor:
 
 def deal_out(requests: Sequence[Request], room: int) -> None:
     """Lower `max_drafts` so that no more than `room` drafts are left, one each at a time."""
+    if sum(request.max_drafts for request in requests) <= room:
+        return  # nobody plans more than that
     planned = [request.num_planned for request in requests]
     if sum(planned) > room:
         for request, share in zip(requests, deal(planned, room), strict=True):

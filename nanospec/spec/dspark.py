@@ -162,9 +162,10 @@ class DSparkSpeculator(Speculator):
         """Gather what drafting needs to know of requests."""
         device = self.setup.device
         known = [len(request.tokens) - 1 for request in requests]
-        regimes = ["greedy" if request.params.is_greedy else "sampled" for request in requests]
+        greedy, sampled = REGIMES.index("greedy"), REGIMES.index("sampled")
+        regimes = [greedy if request.params.is_greedy else sampled for request in requests]
         shared = [request.shares_noise for request in requests]
-        numbers = (known, lengths, [REGIMES.index(each) for each in regimes], shared)
+        numbers = (known, lengths, regimes, shared)
         tables = padded_tables([request.pages for request in requests])
         starts, length, regime, shares_noise, tables_there = to_device_together(
             [*((each, torch.int64) for each in numbers), (tables, torch.int32)], device
