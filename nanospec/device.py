@@ -36,8 +36,10 @@ def to_device(
 
     A copy from pageable memory waits for all work before it, one from pinned memory does not.
     """
-    is_cuda = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+    here = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        here = here.pin_memory()  # not while it is made: numpy's numbers cannot be
+    return here.to(device, non_blocking=True)
 
 
 def to_device_together(columns: Sequence[Column], device: torch.device) -> list[Tensor]:
