@@ -71,7 +71,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; special tokens have none."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def chat_ids(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's reply.
@@ -127,13 +128,13 @@ class TextStream:
         self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), stop: Sequence[str] = ()
     ):
         self._text = ""
-        self._tokenizer = tokenizer
+        self._decode = _no_text if tokenizer is None else tokenizer.decode
         self._stop = tuple(stop)
         self._hold = max((len(string) for string in stop), default=1) - 1
         self._ids = list(prompt[-_PROMPT_TAIL:])
         self._start = 0  # decoding starts here, far enough back to be independent of what precedes
         self._done = len(self._ids)  # decoding starts here once the text so far is complete
-        self._seen = len(self._decode())  # characters from `_start` on that are in `text`
+        self._seen = len(self._decode(self._ids))  # characters from `_start` on, in `text`
         self._shown = 0  # characters that `take` has handed out
         self._is_behind = False  # whether there are tokens, or an end, that are not in `_text`
         self._is_last = False  # whether no more tokens come
@@ -142,8 +143,7 @@ class TextStream:
     def text(self) -> str:
         """The text so far."""
         if self._is_behind:
-            self._text += self._decode_new(is_last=self._is_last)
-            self._is_behind = False
+            self._catch_up()
         return self._text
 
     def extend(self, token_ids: Sequence[int], may_stop_from: int = 0) -> int | None:
@@ -178,24 +178,21 @@ class TextStream:
 
     def take(self) -> str:
         """Return text that has not been returned yet and that no stop string can take back."""
-        end = max(len(self.text) - self._hold, self._shown)
-        new = self.text[self._shown : end]
-        self._shown = end
-        return new
+        text, start = self.text, self._shown
+        self._shown = max(len(text) - self._hold, start)
+        return text[start : self._shown]
 
-    def _decode(self) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(self._ids[self._start :])
-
-    def _decode_new(self, *, is_last: bool) -> str:
-        """Return new text, but for the bytes of a last character that is still incomplete."""
-        text = self._decode()
-        safe = text if is_last else text.rstrip("\ufffd")
-        new = safe[self._seen :]
-        self._seen = max(self._seen, len(safe))
-        if new and safe == text:
-            self._start, self._done = self._done, len(self._ids)
-            self._seen = len(self._decode())
-        return new
+    def _catch_up(self) -> None:
+        """Add the text of new tokens, but for the bytes of a last character that is incomplete."""
+        decoded = self._decode(self._ids[self._start :])
+        safe = decoded if self._is_last else decoded.rstrip("\ufffd")
+        if len(safe) > self._seen:
+            self._text += safe[self._seen :]
+            self._seen = len(safe)
+            if safe == decoded:
+                self._start, self._done = self._done, len(self._ids)
+                self._seen = len(self._decode(self._ids[self._start :]))
+        self._is_behind = False
 
     def _cut_at_stop(self, old_len: int) -> bool:
         matches = []
@@ -210,6 +207,10 @@ class TextStream:
         self._start = self._done = len(self._ids)  # nothing is left to decode
         self._hold = 0
         return True
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
