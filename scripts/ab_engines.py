@@ -226,18 +226,20 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
     """
     from nanospec import LLM
 
+    longest = max(len(prefix) for prefix, *_ in job.forks)
     options: dict[str, Any] = {
         "speculator": "none",
         "dtype": job.dtype,
         "max_model_len": job.max_model_len,
         "max_num_seqs": _FORKS,
-        "max_num_batched_tokens": _FORKS * job.max_model_len,
+        "max_num_batched_tokens": _FORKS * longest,
         "max_graph_rows": 0,
     }
     engine = LLM(job.model, **(options | job.options)).engine
+    size = min(_FORKS, engine.pages.num_pages // engine.pages.pages_for(longest))
     found = []
-    for start in range(0, len(job.forks), _FORKS):
-        forks = job.forks[start : start + _FORKS]
+    for start in range(0, len(job.forks), size):
+        forks = job.forks[start : start + size]
         prefixes = [prefix for prefix, *_ in forks]
         ways = [_last_logits(engine, prefixes, apart) for apart in (0, 1, 8)]
         for (_, *tokens), *own in zip(forks, *ways, strict=True):
@@ -246,7 +248,10 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
 
 
 def _last_logits(engine: Any, prefixes: Sequence[Sequence[int]], apart: int) -> Any:
-    """Return the logits after each prefix, [N, V], its last `apart` rows in a forward of theirs."""
+    """Return the logits after each prefix, [N, V], its last `apart` rows in a forward of theirs.
+
+    Fewer, where a prefix is shorter: all have rows in both forwards.
+    """
     import torch
 
     from nanospec.attention.batch import batch_of_spans
@@ -254,9 +259,8 @@ def _last_logits(engine: Any, prefixes: Sequence[Sequence[int]], apart: int) -> 
     runner, cache = engine._ctx.runner, engine._ctx.caches[0]
     width = -(-max(map(len, prefixes)) // cache.page_size)
     tables = [list(range(at * width, (at + 1) * width)) for at in range(len(prefixes))]
-    if len(prefixes) * width > engine.pages.num_pages:
-        sys.exit("gaps: the KV cache does not hold so many forks; pass a larger kv_cache_gib")
-    cuts = [max(len(prefix) - apart, 1) for prefix in prefixes]
+    apart = min(apart, min(map(len, prefixes)) - 1)
+    cuts = [len(prefix) - apart for prefix in prefixes]
     spans = [[range(cut) for cut in cuts]]
     if apart > 0:
         spans.append([range(cut, len(own)) for cut, own in zip(cuts, prefixes, strict=True)])

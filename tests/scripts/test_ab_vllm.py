@@ -279,9 +279,11 @@ def test_gaps_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=3))
     first, second, third = output.outputs[0].token_ids
     grown = [*prompt, first, second]
-    forks = [(grown, third, 50), (prompt[:3], 52, 53), (grown, 51, 50)]
-    one, short, other = measure_gaps(job(forks=forks, dtype="float32"))
+    forks = [(grown, third, 50), (prompt[:3], 52, 53), (grown, 51, 50), (grown, 52, 53)]
+    forks.append((prompt[:1], 52, 53))
+    one, short, other, *_, shortest = measure_gaps(job(forks=forks, dtype="float32"))
     assert short["behind"] >= short["between"] > 0
+    assert max(short["noise"], shortest["noise"]) < 1e-3 * one["gap"]
     assert one["behind"] == one["between"] >= one["gap"] > 1e3 * one["noise"] > 0
     assert one["step"] == 2.0 ** (4 - 23)  # of a logit between 16 and 32
     assert other["behind"] >= other["between"]
