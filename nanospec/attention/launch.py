@@ -56,7 +56,8 @@ def launch_shape(
         # ones bring that together, and hide each other's waits.
         keys, warps, stages = {16: (32, 2, 3), 32: (16, 2, 4)}.get(packed, (16, 4, 3))
     elif 2 * num_sms >= 16 * programs:
-        keys, warps, stages = 16, 2, 3  # two small ones on each multiprocessor
+        # Two small ones on each multiprocessor; two warps hold sums of no more than 32 rows.
+        keys, warps, stages = 16, 2 if packed <= 32 else 4, 3
         splits = _power_below(2 * num_sms / programs, most=32)
     else:
         # Few programs, so large steps; from 64 rows on Hopper's own instructions multiply.
