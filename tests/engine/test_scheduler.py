@@ -181,6 +181,9 @@ def test_a_budget_is_dealt_out_evenly_to_those_who_can_use_it() -> None:
     assert [request.max_drafts for request in requests] == [3, 0, 1, 2]
     own.reserve_drafts(requests, Budget(99, 1 + 5))
     assert [request.max_drafts for request in requests] == [5, 0, 1, 5]
+    assert len(requests[0].pages) == 3
+    own.reserve_drafts(requests, Budget(0, 1))
+    assert len(requests[0].pages) == 1  # those for drafts go back
 
 
 @pytest.mark.parametrize(

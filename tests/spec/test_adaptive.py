@@ -161,6 +161,12 @@ def test_off_verifies_everything() -> None:
     assert counts(Policy(), requests_with([0.9, 0.1], [], [0.5])) == [2, 0, 1]
 
 
+@pytest.mark.parametrize(("room", "want"), [(4, [2, 1, 1]), (3, [1, 1, 1]), (1, [1, 0, 0])])
+def test_off_verifies_no_more_than_there_is_room_for(room: int, want: list[int]) -> None:
+    requests = requests_with([0.9, 0.1], [0.5], [0.5])
+    assert counts(Policy(), requests, room=room) == want
+
+
 def test_a_schedule_shares_its_pool_out_by_survival() -> None:
     policy = Schedule([(1, 4, 2)])
     assert counts(policy, requests_with([0.9, 0.8, 0.7], [0.75, 0.1, 0.1], [0.6, 0.5])) == [3, 1, 2]

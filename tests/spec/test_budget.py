@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanospec.errors import ConfigError
-from nanospec.spec.budget import CostTable, admit, admit_reference, choose_budget
+from nanospec.spec.budget import CostTable, admit, admit_reference, choose_budget, deal
 
 ABOUT = {"model": "m", "device": "d"}
 
@@ -201,3 +201,10 @@ def test_a_full_batch_is_split_in_under_40_us(device: torch.device) -> None:
         micros = start.elapsed_time(end) * 1e3 / 20
         print(f"admit, {name}: {micros:.1f} us")
         assert micros < 40
+
+
+@pytest.mark.parametrize(
+    ("total", "want"), [(5, [2, 3]), (9, [2, 3]), (4, [2, 2]), (3, [2, 1]), (0, [0, 0])]
+)
+def test_no_more_is_dealt_out_than_there_is(total: int, want: list[int]) -> None:
+    assert deal([2, 3], total) == want
