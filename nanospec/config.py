@@ -27,7 +27,8 @@ EMBEDDED_PAIR = Path(__file__).parent / "models" / "tiny"  # a toy target and it
 GRAPH_PROMPT_ROWS = 256
 GRAPH_PROMPT_ROWS_PER_REQUEST = 4
 PROMPT_ROWS = 2048  # of prompts that a forward holds beside all plans
-# Of all plans in a forward: so many keep any GPU's arithmetic busy, so that more only take longer.
+# Of plans, that a forward holds beside prompts: so many keep any GPU's arithmetic busy, so that
+# more only take longer. Where no prompt is, plans may have its rows.
 MOST_PLAN_ROWS = 4096
 MAX_DRAFT_LEN = 63  # with the root, the rows that one 64-bit word can speak of
 

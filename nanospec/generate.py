@@ -146,7 +146,11 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     add("--load-format", default="auto", choices=choices.LOAD_FORMATS, help="dummy: random weights")
     add("--attention", default="auto", choices=choices.ATTENTION_BACKENDS, help="backend")
     add("--run-ahead", default="auto", choices=choices.RUN_AHEADS, help="auto: on a GPU")
-    add("--max-graph-rows", type=int, help="of CUDA graphs; 0: none (default: plans and a prompt)")
+    add(
+        "--max-graph-rows",
+        type=int,
+        help="of CUDA graphs; 0: none (default: plans and short prompts)",
+    )
     add("--page-size", type=int, default=16, help="tokens per KV page")
     add("--max-model-len", type=int, help="tokens of prompt and output (default: the model's)")
     add("--max-num-seqs", type=int, default=256, help="requests that may run at once")

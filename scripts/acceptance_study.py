@@ -167,7 +167,6 @@ def run_arm(
         device=args.device,
         dtype=args.dtype,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=8192,  # no round leaves drafts out for want of rows
         max_draft_len=most,
         adaptive=f"schedule:[[1,{args.max_num_seqs},{mean}]]",
     )

@@ -410,7 +410,6 @@ def report(
         device=args.device,
         max_model_len=args.max_length,
         max_num_seqs=64,
-        max_num_batched_tokens=8192,  # no round leaves drafts out for want of rows
     )
     found = provenance() | responses
     found |= {"training_seconds": seconds, "acceptance": results, "curve": curve}

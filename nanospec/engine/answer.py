@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nanospec.device import HostCopy
+from nanospec.device import Array, HostCopy
 from nanospec.types import AcceptResult, PlanKind, VerifyPlan
 
 
@@ -44,7 +43,7 @@ class Answer:
         return Outcome(counts, depths, _cut(tokens, lengths), paths)
 
 
-def _cut(rows: np.ndarray, lengths: Sequence[int]) -> list[list[int]]:
+def _cut(rows: Array, lengths: Sequence[int]) -> list[list[int]]:
     """Return the first so many numbers of each row."""
     return [row[:length] for row, length in zip(rows.tolist(), lengths, strict=True)]
 
