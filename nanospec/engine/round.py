@@ -359,10 +359,7 @@ def propose(ctx: RoundContext, flight: Flight) -> None:
     else:
         drafts = list(speculator.propose(going))
     if effective.kind is PlanKind.CHAIN:
-        drafts = [
-            draft if draft is None or draft.parents is None else first_path(draft)
-            for draft in drafts
-        ]
+        drafts = [None if draft is None else first_path(draft) for draft in drafts]
     if speculator.estimator is not None:
         drafts = speculator.estimator.complete(going, drafts)
     for request, draft in zip(going, drafts, strict=True):

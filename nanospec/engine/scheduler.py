@@ -251,8 +251,7 @@ def _num_pending(request: Request) -> int:
 
 def _is_ending(request: Request) -> bool:
     """Whether a round in flight is the request's last one, whatever it accepts."""
-    rounds = len(request.in_flight)
-    return rounds > 0 and len(request.tokens) + rounds >= request.max_len
+    return bool(request.in_flight) and request.fewest_tokens >= request.max_len
 
 
 def _num_useful(request: Request) -> int:

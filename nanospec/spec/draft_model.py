@@ -107,7 +107,7 @@ class DraftModelSpeculator(Speculator):
         ]
         logits = self._decoder.logits(self._run(spans, tokens[index, depth]))
         shared = torch.tensor([request.shares_noise for request in requests]).to(tokens.device)
-        return draw_drafts(logits, roots.at(index, torch.zeros_like(index)), depth, shared)
+        return draw_drafts(logits, roots.at(index, 0), depth, shared)
 
     def _run(self, spans: Sequence[tuple[Request, range]], tokens: Tensor) -> Tensor:
         """Run tokens [T] of requests at their own positions; return hidden states [T, H]."""
