@@ -39,6 +39,8 @@ class SyntheticDSpark(DSparkSpeculator):
         self, plan: VerifyPlan, output: TargetOutput, roots: SamplingRows, packed: PackedRows
     ) -> AcceptResult | None:
         """See `Speculator.accept`. Targets are drawn, so that this costs what it does."""
+        if plan.max_rows == 1:
+            return None  # nothing is tossed for; what a real drafter costs then
         targets = sample_at(output.logits, roots, packed.request, packed.depth)
         own = self._probabilities[roots.seed % _TABLE]
         slot = torch.arange(plan.max_rows, device=own.device)

@@ -20,7 +20,8 @@ from nanospec.spec.budget import CostTable, admit, choose_budget, deal
 from nanospec.spec.plan import common_origin, rows_in
 from nanospec.types import Budget, EngineView, Request
 
-PROBE_ROUNDS = 32  # while nothing is drafted, try again so often
+PROBE_ROUNDS = 32  # while nothing is drafted, try again after so many
+MOST_PROBE_ROUNDS = 256  # each try in vain doubles the wait for the next, up to this
 PROBE_REQUESTS = 16  # that are drafted for then
 DOUBTS = 16  # requests, of rounds in a row, whose drafts must promise too little to stop drafting
 
@@ -112,8 +113,8 @@ class Costs(Policy):
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
     of its drafts. Where none pays, no more are made; of few requests not at once, as a place in a
     text that is hard to guess is no reason. As without drafts there would be no new survivals, and
-    0 for ever, there is a probe every `PROBE_ROUNDS` rounds, and when a tenth fewer
-    requests run than when drafting stopped: drafts are made, for some requests where a drafter
+    0 for ever, there is a probe after `PROBE_ROUNDS` rounds, after twice as many each
+    time it was in vain, and when a tenth fewer requests run than when drafting stopped: drafts are made, for some requests where a drafter
     knows survivals itself, until what they promise is known, and stands for all. Where survivals
     are learnt from outcomes, a probe verifies one draft of each request.
     """
@@ -126,6 +127,7 @@ class Costs(Policy):
         self._known: dict[Request, np.ndarray] = {}  # survivals of an earlier round
         self._copy: _Promised | None = None  # those of the last round, on their way here
         self._rounds_off: int | None = None  # rounds since drafting stopped; None: it goes on
+        self._wait = PROBE_ROUNDS  # so many of them, then a probe
         self._running_then: int | None = None
         self._is_probe = False  # whether drafts are made to find out whether they pay
         self._doubts = 0  # drafts of rounds in a row which promised too little
@@ -143,7 +145,7 @@ class Costs(Policy):
             fewer = self._running_then - view.num_running
             # Where others wait, they take the places of those that ended.
             is_news = view.num_waiting == 0 and fewer >= max(self._running_then // 10, 1)
-            if not is_news and self._rounds_off < PROBE_ROUNDS:
+            if not is_news and self._rounds_off < self._wait:
                 return Budget(0, 1)
             self._rounds_off, self._is_probe = None, True
         if self._drafts_for_some:
@@ -175,6 +177,7 @@ class Costs(Policy):
             if is_settled or self._doubts >= DOUBTS:
                 # By the next probe what they promise will be another thing.
                 self._known, self._copy = {}, None
+                self._wait = min(2 * self._wait, MOST_PROBE_ROUNDS) if was_probe else PROBE_ROUNDS
                 self._rounds_off, self._running_then, self._doubts = 0, None, 0
         elif told:
             self._doubts = 0

@@ -36,6 +36,18 @@ def test_drafts_are_accepted_by_coin(
     assert llm.stats.acceptance_rates == sorted(llm.stats.acceptance_rates, reverse=True)
 
 
+def test_without_drafts_nothing_is_tossed_for(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPECULATORS, "synthetic", SyntheticDSpark)
+    draft = helpers.make_drafter(tmp_path / "drafter", qwen3)
+    options = {"draft": str(draft), "adaptive": "schedule:[[1,99,0]]"}
+    plain = helpers.make_llm(qwen3, speculator="synthetic", **options)
+    prompts, params = helpers.random_prompts(3, seed=1), helpers.greedy(20)
+    want = helpers.token_ids(helpers.make_llm(qwen3), prompts, params)
+    assert helpers.token_ids(plain, prompts, params) == want
+
+
 @pytest.mark.parametrize("run_ahead", ["on", "off"])
 def test_every_step_of_a_round_is_timed_and_nothing_stays_patched(
     qwen3: Path, tmp_path: Path, run_ahead: str

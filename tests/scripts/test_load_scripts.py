@@ -273,7 +273,7 @@ def test_the_crossover_is_where_a_policy_stays_behind() -> None:
 def test_a_probe_of_some_requests_is_charged_for_these_alone() -> None:
     table = CostTable(((64, 100.0), (999, 1e6)), ((1, 1.0), (64, 64.0)), 64, {})
     simulation = Simulation(Recorded([[BAD] * 500]), table, Costs(table), seed=0)
-    done = [simulation.step(64) for _ in range(3 * PROBE_ROUNDS)]
+    done = [simulation.step(64) for _ in range(8 * PROBE_ROUNDS)]
     probes = [each for each in done[3:] if each.drafted]
     assert {each.drafted for each in probes} == {PROBE_REQUESTS} and len(probes) >= 4
     assert {each.micros for each in probes} == {100.0 + PROBE_REQUESTS}

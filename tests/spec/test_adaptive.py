@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanospec.spec import adaptive as adaptive_module
 from nanospec.spec import speculator as speculators
 from nanospec.spec.adaptive import (
     DOUBTS,
+    MOST_PROBE_ROUNDS,
     PROBE_REQUESTS,
     PROBE_ROUNDS,
     Costs,
@@ -302,7 +304,30 @@ def test_a_probe_whose_requests_leave_goes_on_until_one_that_it_knows_drafts_aga
             request.draft = Draft([7] * 3, survival=[0.01] * 3) if index in places else None
         counts(policy, live)
         drafted.append(len(places))
-    assert drafted.count(64) < 5 and drafted.count(PROBE_REQUESTS) > 40
+    assert drafted.count(64) < 5 and drafted.count(PROBE_REQUESTS) > 8
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_each_probe_in_vain_doubles_the_wait_for_the_next_until_drafts_pay_again(
+    learns: bool,
+) -> None:
+    table = CostTable(((4, 100.0), (32, 150.0), (999, 1e4)), ((1, 1.0),), 0, {})
+    policy, own = Costs(table, learns=learns), requests_with(*[[]] * 4)
+
+    def waits(promise: float, num_rounds: int) -> list[int]:
+        """Return how many rounds went by without drafts, each time that some did."""
+        drafted = []
+        for _ in range(num_rounds):
+            drafted.append(policy.candidate_budget(view(4), 7).total_drafts > 0)
+            for request in own:
+                request.draft = Draft([7] * 7, survival=[promise] * 7) if drafted[-1] else None
+                request.max_drafts = 7 if drafted[-1] else 0
+            policy.admit(own, 4, 100)
+        return [len(list(run)) + 1 for is_on, run in groupby(drafted) if not is_on]
+
+    assert waits(0.01, 800)[:5] == [PROBE_ROUNDS, 64, 128, MOST_PROBE_ROUNDS, MOST_PROBE_ROUNDS]
+    assert len(waits(0.9, 2 * MOST_PROBE_ROUNDS)) == 1 and waits(0.9, 300) == []
+    assert waits(0.01, 150)[:2] == [PROBE_ROUNDS, 64]
 
 
 def test_a_later_row_never_brings_an_earlier_one_in() -> None:
