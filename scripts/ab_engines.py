@@ -8,6 +8,7 @@ Example:
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
@@ -18,6 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ab_job import AbEngine, Job, Update, drive
@@ -215,7 +219,9 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
     """Say how near to a tie the target was where two outputs of the same prompt part.
 
     The target runs by nanospec, many forks at once, in ways that are equal but for rounding: all
-    rows at once, and the last one or eight after the others, as decoding and verifying would.
+    rows at once, and the last one or eight after the others, as decoding and verifying would; and
+    in float32. The first three share how they round the keys and values of what is before, so they
+    may agree where two engines do not: how far rounding goes shows only beside the last.
 
     Returns:
         For each fork (prompt and common tokens, one output's next token, the other's): `gap` of the
@@ -223,6 +229,23 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
         `between`, the difference of these two tokens; `noise`, the largest difference of one of
         these two between two of the ways; `step`, from the largest logit to the next number that
         the logits' own dtype has: in bfloat16 it may exceed the noise, and a tie may be exact.
+    """
+    ways, dtype = _ways(job, (0, 1, 8))
+    if dtype != torch.float32:
+        exact, _ = _ways(replace(job, dtype="float32"), (0,))
+        ways = torch.cat((ways, exact))
+    return [_gap(own, torch.finfo(dtype).eps) for own in ways.transpose(0, 1)]
+
+
+def _ways(job: Job, aparts: Sequence[int]) -> tuple[Tensor, torch.dtype]:
+    """Return [ways, forks, 4] fp64: the two largest logits, and those of a fork's tokens.
+
+    Args:
+        job: its `forks`, and the dtype to run in.
+        aparts: of each way, see `_last_logits`.
+
+    Returns:
+        Beside them the dtype of the logits.
     """
     from nanospec import LLM
 
@@ -240,20 +263,23 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
     found = []
     for start in range(0, len(job.forks), size):
         forks = job.forks[start : start + size]
-        prefixes = [prefix for prefix, *_ in forks]
-        ways = [_last_logits(engine, prefixes, apart) for apart in (0, 1, 8)]
-        for (_, *tokens), *own in zip(forks, *ways, strict=True):
-            found.append(_gap(tokens, own))
-    return found
+        tokens = torch.tensor([own for _, *own in forks])
+        for apart in aparts:
+            logits = _last_logits(engine, [prefix for prefix, *_ in forks], apart)
+            seen = torch.cat((logits.topk(2).values, logits.gather(1, tokens)), dim=1)
+            found.append(seen.double())
+    del engine  # the next one takes what memory there is
+    gc.collect()
+    torch.cuda.empty_cache()
+    by_way = [torch.cat(found[way :: len(aparts)]) for way in range(len(aparts))]
+    return torch.stack(by_way), logits.dtype
 
 
-def _last_logits(engine: Any, prefixes: Sequence[Sequence[int]], apart: int) -> Any:
+def _last_logits(engine: Any, prefixes: Sequence[Sequence[int]], apart: int) -> Tensor:
     """Return the logits after each prefix, [N, V], its last `apart` rows in a forward of theirs.
 
     Fewer, where a prefix is shorter: all have rows in both forwards.
     """
-    import torch
-
     from nanospec.attention.batch import batch_of_spans
 
     runner, cache = engine._ctx.runner, engine._ctx.caches[0]
@@ -271,22 +297,18 @@ def _last_logits(engine: Any, prefixes: Sequence[Sequence[int]], apart: int) -> 
             batch = batch_of_spans(own, tables, token_ids, page_size=cache.page_size)
             ends = batch.qo_indptr[1:].long() - 1
             logits = runner.run(replace(batch, logit_rows=ends)).logits
-        return logits.cpu()
+        found: Tensor = logits.cpu()
+        return found
 
 
-def _gap(tokens: Sequence[int], ways: Sequence[Any]) -> dict[str, float]:
-    """Return a fork's numbers, see `measure_gaps`, from logits [V] of each way."""
-    import torch
-
-    eps = torch.finfo(ways[0].dtype).eps
-    logits = torch.stack(list(ways)).float()
-    best, second = logits[0].topk(2).values.tolist()
-    chosen = logits[0, tokens].tolist()
+def _gap(ways: Tensor, eps: float) -> dict[str, float]:
+    """Return a fork's numbers, see `measure_gaps`, from [ways, 4] of `_ways`."""
+    best, second, *chosen = ways[0].tolist()
     return {
         "gap": best - second,
         "behind": best - min(chosen),
         "between": abs(chosen[0] - chosen[1]),
-        "noise": float((logits.amax(dim=0) - logits.amin(dim=0))[tokens].max()),
+        "noise": float((ways.amax(dim=0) - ways.amin(dim=0))[2:].max()),
         "step": math.ldexp(eps, math.frexp(best)[1] - 1),
     }
 
