@@ -6,7 +6,9 @@ once all have started. A second, profiled stretch says how long the GPU was busy
 idle between kernels and between steps, and which kernels took the time. A third one times each of a
 round's steps. A forward reads at least its weights and the keys of its requests, once, whatever the
 rows; beside what it does of that stand the copy bandwidth of the GPU, and the products of a forward
-alone, by the library, in a graph.
+alone, by the library, in a graph. The longer the requests, the longer attention takes: their mean
+length halfway stands there too, as drafts give some requests more tokens than others before all
+have started.
 
 Example:
     python scripts/bench_round.py --shapes qwen3-8b --modes none,dspark --batches 1,8,64,256
@@ -70,13 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
     print(
         f"{'mode':<18} {'batch':>5} {'tok/s':>8} {'ms/step':>8} {'slowest':>8} "
-        f"{'tok/step':>8} {'rows':>6} {'busy':>6} {'idle between':>12} {'kernels':>7} {'waits':>5}"
+        f"{'tok/step':>8} {'rows':>6} {'context':>7} {'busy':>6} {'idle between':>12} "
+        f"{'kernels':>7} {'waits':>5}"
     )
     for row in found:
         print(
             f"{row['mode']:<18} {row['batch']:>5} {row['tokens_per_second']:>8.0f} "
             f"{row['step_ms']:>8.3f} {row['slowest_step_ms']:>8.3f} "
-            f"{row['tokens_per_step']:>8.2f} {row['rows_per_step']:>6.1f} "
+            f"{row['tokens_per_step']:>8.2f} {row['rows_per_step']:>6.1f} {row['context']:>7.1f} "
             f"{row['busy']:>6.1%} {row['idle_between']:>12.1%} {row['kernels']:>7.0f} "
             f"{row['waits']:>5.1f}"
         )
@@ -239,6 +242,7 @@ def stretch(engine: Engine, requests: Sequence[Request], tokens: int) -> dict[st
         "slowest_step_ms": 1e3 * max(after - before for before, after in pairwise(ends)),
         "tokens_per_step": made / steps,
         "rows_per_step": (engine.step_stats.rows - rows_before) / steps,
+        "context": statistics.mean(len(r.tokens) for r in requests) - made / len(requests) / 2,
     }
 
 
