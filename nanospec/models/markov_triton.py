@@ -176,8 +176,8 @@ def _tile(num_rows: int, row_bytes: int) -> tuple[int, int, int]:
         row_bytes: of a row of w2.
     """
     most = _TILE_BYTES // row_bytes
-    if num_rows <= 16:  # the fewest that tl.dot takes
+    if num_rows <= 32:
         # Reading w2 is all that takes long: programs are small, for many to read at the same time.
-        return 16, min(most, 128), 4
+        return max(triton.next_power_of_2(num_rows), 16), min(most, 128), 4  # 16: for tl.dot
     # Every program reads all vectors: programs are large, for few to do so.
     return min(most, 64), min(2 * most, 128), 4

@@ -200,7 +200,7 @@ def us_per_call(run: Callable[[], object], calls: int) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 8, 64, 256])
+@pytest.mark.parametrize("count", [1, 8, 32, 64, 256])
 @torch.inference_mode()
 def test_a_real_head_on_a_gpu(count: int) -> None:
     """And print how long a step takes; pytest -s shows it."""
@@ -245,7 +245,7 @@ def test_a_real_head_on_a_gpu(count: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize("count", [1, 8, 32, 64])
 @torch.inference_mode()
 def test_each_slot_reads_the_token_that_the_slot_before_has_just_got(
     kind: str, count: int, monkeypatch: pytest.MonkeyPatch
