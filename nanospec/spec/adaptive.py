@@ -113,10 +113,11 @@ class Costs(Policy):
     The budget is chosen from survivals of an earlier round; a request without any counts as sure
     of its drafts. Where none pays, no more are made; of few requests not at once, as a place in a
     text that is hard to guess is no reason. As without drafts there would be no new survivals, and
-    0 for ever, there is a probe after `PROBE_ROUNDS` rounds, after twice as many each
-    time it was in vain, and when a tenth fewer requests run than when drafting stopped: drafts are made, for some requests where a drafter
-    knows survivals itself, until what they promise is known, and stands for all. Where survivals
-    are learnt from outcomes, a probe verifies one draft of each request.
+    0 for ever, there is a probe after `PROBE_ROUNDS` rounds, after twice as many each time it was
+    in vain, and when a tenth fewer requests run than when drafting stopped: drafts are made, for
+    some requests where a drafter knows survivals itself, until what they promise is known, and
+    stands for all. Where survivals are learnt from outcomes, a probe verifies one draft of each
+    request.
     """
 
     needs_survival = True
