@@ -230,18 +230,22 @@ def measure_gaps(job: Job) -> list[dict[str, float]]:
         these two between two of the ways; `step`, from the largest logit to the next number that
         the logits' own dtype has: in bfloat16 it may exceed the noise, and a tie may be exact.
     """
-    ways, dtype = _ways(job, (0, 1, 8))
+    ways, dtype = _ways(job, {}, (0, 1, 8))
     if dtype != torch.float32:
-        exact, _ = _ways(replace(job, dtype="float32"), (0,))
+        # Not all attention has float32.
+        exact, _ = _ways(job, {"dtype": "float32", "attention": "auto"}, (0,))
         ways = torch.cat((ways, exact))
     return [_gap(own, torch.finfo(dtype).eps) for own in ways.transpose(0, 1)]
 
 
-def _ways(job: Job, aparts: Sequence[int]) -> tuple[Tensor, torch.dtype]:
+def _ways(
+    job: Job, own_options: dict[str, Any], aparts: Sequence[int]
+) -> tuple[Tensor, torch.dtype]:
     """Return [ways, forks, 4] fp64: the two largest logits, and those of a fork's tokens.
 
     Args:
-        job: its `forks`, and the dtype to run in.
+        job: its `forks`, and how its engine runs.
+        own_options: what the engine is told in place of that.
         aparts: of each way, see `_last_logits`.
 
     Returns:
@@ -258,7 +262,7 @@ def _ways(job: Job, aparts: Sequence[int]) -> tuple[Tensor, torch.dtype]:
         "max_num_batched_tokens": _FORKS * longest,
         "max_graph_rows": 0,
     }
-    engine = LLM(job.model, **(options | job.options)).engine
+    engine = LLM(job.model, **(options | job.options | own_options)).engine
     size = min(_FORKS, engine.pages.num_pages // engine.pages.pages_for(longest))
     found = []
     for start in range(0, len(job.forks), size):

@@ -302,6 +302,8 @@ def test_noise_reaches_as_far_as_rounding_takes_logits_from_exact_ones() -> None
         apart = abs(one["behind"] - other["behind"])
         assert 2 * other["noise"] + other["step"] >= apart > 0
         assert other["step"] == 2**16 * one["step"]
+    asked = CPU | {"dtype": "bfloat16", "attention": "torch"}
+    assert measure_gaps(job(forks=forks, dtype="float32", options=asked)) == rounded
 
 
 def test_engines_take_turns_and_a_server_runs_once() -> None:

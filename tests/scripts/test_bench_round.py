@@ -45,7 +45,23 @@ def test_without_drafts_nothing_is_tossed_for(
     plain = helpers.make_llm(qwen3, speculator="synthetic", **options)
     prompts, params = helpers.random_prompts(3, seed=1), helpers.greedy(20)
     want = helpers.token_ids(helpers.make_llm(qwen3), prompts, params)
+    monkeypatch.setattr("synthetic.sample_at", None)  # draws targets where coins are tossed
     assert helpers.token_ids(plain, prompts, params) == want
+
+
+def test_context_is_the_mean_length_halfway_through_what_is_timed(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    engine = helpers.make_llm(qwen3, run_ahead="off").engine
+    prompts = [[5] * 10, [6] * 20]
+    requests = [engine.add(prompt, helpers.greedy(99)) for prompt in prompts]
+    while any(request.num_output < 2 for request in requests):
+        engine.step()
+    found = bench_round.stretch(engine, requests, 8)
+    assert [request.num_output for request in requests] == [10, 10]
+    assert found["context"] == 15 + 2 + 8 / 2
+    assert found["tokens_per_step"] == found["rows_per_step"] == 2
 
 
 @pytest.mark.parametrize("run_ahead", ["on", "off"])

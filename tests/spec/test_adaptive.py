@@ -307,27 +307,47 @@ def test_a_probe_whose_requests_leave_goes_on_until_one_that_it_knows_drafts_aga
     assert drafted.count(64) < 5 and drafted.count(PROBE_REQUESTS) > 8
 
 
+def run_rounds(policy: Policy, own: list[Any], promise: float, num_rounds: int) -> list[bool]:
+    """Return, of each of some rounds, whether drafts were made, all of which promise so much."""
+    found = []
+    for _ in range(num_rounds):
+        found.append(policy.candidate_budget(view(len(own)), 7).total_drafts > 0)
+        for request in own:
+            request.draft = Draft([7] * 7, survival=[promise] * 7) if found[-1] else None
+            request.max_drafts = 7 if found[-1] else 0
+        policy.admit(own, len(own), 100)
+    return found
+
+
+def waits(found: list[bool]) -> list[int]:
+    """Return how many rounds went by without drafts, each time that some did."""
+    return [len(list(run)) + 1 for is_on, run in groupby(found) if not is_on]
+
+
+PAYS_IF_LIKELY = CostTable(((4, 100.0), (32, 150.0), (999, 1e4)), ((1, 1.0),), 0, {})
+
+
 @pytest.mark.parametrize("learns", [True, False])
 def test_each_probe_in_vain_doubles_the_wait_for_the_next_until_drafts_pay_again(
     learns: bool,
 ) -> None:
-    table = CostTable(((4, 100.0), (32, 150.0), (999, 1e4)), ((1, 1.0),), 0, {})
-    policy, own = Costs(table, learns=learns), requests_with(*[[]] * 4)
+    policy, own = Costs(PAYS_IF_LIKELY, learns=learns), requests_with(*[[]] * 4)
+    want = [PROBE_ROUNDS, 64, 128, MOST_PROBE_ROUNDS, MOST_PROBE_ROUNDS]
+    assert waits(run_rounds(policy, own, 0.01, 800))[:5] == want
+    assert len(waits(run_rounds(policy, own, 0.9, 2 * MOST_PROBE_ROUNDS))) == 1
+    assert all(run_rounds(policy, own, 0.9, 300))
+    assert waits(run_rounds(policy, own, 0.01, 150))[:2] == [PROBE_ROUNDS, 64]
 
-    def waits(promise: float, num_rounds: int) -> list[int]:
-        """Return how many rounds went by without drafts, each time that some did."""
-        drafted = []
-        for _ in range(num_rounds):
-            drafted.append(policy.candidate_budget(view(4), 7).total_drafts > 0)
-            for request in own:
-                request.draft = Draft([7] * 7, survival=[promise] * 7) if drafted[-1] else None
-                request.max_drafts = 7 if drafted[-1] else 0
-            policy.admit(own, 4, 100)
-        return [len(list(run)) + 1 for is_on, run in groupby(drafted) if not is_on]
 
-    assert waits(0.01, 800)[:5] == [PROBE_ROUNDS, 64, 128, MOST_PROBE_ROUNDS, MOST_PROBE_ROUNDS]
-    assert len(waits(0.9, 2 * MOST_PROBE_ROUNDS)) == 1 and waits(0.9, 300) == []
-    assert waits(0.01, 150)[:2] == [PROBE_ROUNDS, 64]
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_probe_as_fewer_requests_run_is_never_put_off_and_counts_when_in_vain(
+    learns: bool,
+) -> None:
+    policy, own = Costs(PAYS_IF_LIKELY, learns=learns), requests_with(*[[]] * 6)
+    assert waits(run_rounds(policy, own, 0.01, 400))[:3] == [PROBE_ROUNDS, 64, 128]
+    assert not run_rounds(policy, own, 0.01, 1)[0]
+    assert run_rounds(policy, own[1:], 0.01, 1)[0]  # a sixth fewer: news
+    assert waits(run_rounds(policy, own[1:], 0.01, 600))[0] == MOST_PROBE_ROUNDS
 
 
 def test_a_later_row_never_brings_an_earlier_one_in() -> None:
