@@ -94,20 +94,47 @@ class DraftRows:
 
     def drafts(self, lengths: Sequence[int]) -> list[Draft]:
         """Return the first so many of each row as a draft."""
-        count, width = self.tokens.shape
-        probs = [None] * count if self.probs is None else self.probs.unbind()
-        survival = [None] * count if self.survival is None else self.survival.unbind()
-        columns = zip(self.tokens.unbind(), probs, survival, lengths, strict=True)
-        return [
-            Draft(
-                tokens=tokens if length == width else tokens[:length],
-                probs=None if q is None else q[:length],
-                survival=alive if alive is None or length == width else alive[:length],
-                origin=self,
-                row=row,
-            )
-            for row, (tokens, q, alive, length) in enumerate(columns)
-        ]
+        assert len(lengths) == self.tokens.shape[0], "each row has a length"
+        return [DraftRow(self, row, length) for row, length in enumerate(lengths)]
+
+
+class DraftRow(Draft):
+    """The start of a row of `DraftRows`, cut out when it is read, which is mostly never.
+
+    Views of each row would take the host longer than all else that a round does for a request.
+    """
+
+    __slots__ = ("_length",)
+    parents = positions = visibility = None
+    origin: DraftRows
+    _length: int
+
+    def __init__(self, origin: DraftRows, row: int, length: int):
+        """Stand for the first `length` drafts of a row."""
+        object.__setattr__(self, "origin", origin)
+        object.__setattr__(self, "row", row)
+        object.__setattr__(self, "_length", length)
+
+    def __len__(self) -> int:
+        """K."""
+        return self._length
+
+    @property
+    def tokens(self) -> Tensor:
+        """See `Draft`."""
+        return self.origin.tokens[self.row, : self._length]
+
+    @property
+    def probs(self) -> Tensor | None:
+        """See `Draft`."""
+        q = self.origin.probs
+        return None if q is None else q[self.row, : self._length]
+
+    @property
+    def survival(self) -> Tensor | None:
+        """See `Draft`."""
+        alive = self.origin.survival
+        return None if alive is None else alive[self.row, : self._length]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from nanospec import SamplingParams
 from nanospec.errors import ConfigError
-from nanospec.types import Stats
+from nanospec.types import Draft, DraftRows, Stats
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,17 @@ def test_stats_derive_their_rates_and_survive_emptiness() -> None:
     assert stats.tokens_per_second == 5.5
     wanted = {"rounds", "drafted", "verified", "accepted", "acceptance_length", "seconds"}
     assert wanted | {"tokens_per_second"} <= set(stats.as_dict())
+
+
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_a_draft_of_a_batch_is_the_start_of_its_row(has_probs: bool) -> None:
+    tokens, survival = torch.arange(6).view(2, 3), torch.rand(2, 3)
+    rows = DraftRows(tokens, torch.rand(2, 3, 5) if has_probs else None, survival)
+    for row, (draft, length) in enumerate(zip(rows.drafts([2, 3]), (2, 3), strict=True)):
+        probs = None if rows.probs is None else rows.probs[row, :length]
+        plain = Draft(tokens[row, :length], None, probs, survival[row, :length])
+        assert len(draft) == length
+        assert (draft.depths, draft.origin, draft.row) == (plain.depths, rows, row)
+        for name in ("tokens", "parents", "probs", "survival", "positions", "visibility"):
+            found, wanted = getattr(draft, name), getattr(plain, name)
+            assert found is wanted is None or torch.equal(found, wanted)

@@ -220,7 +220,7 @@ def _lasting(draft: Draft | None) -> Draft | None:
     """Return a draft as observers may see it where rounds run ahead: its q is overwritten."""
     if draft is None or draft.probs is None:
         return draft
-    return replace(draft, probs=None, origin=None)
+    return Draft(draft.tokens, draft.parents, survival=draft.survival)
 
 
 def _needs_mask(request: Request) -> bool:

@@ -7,7 +7,6 @@ left out: it would let the token choose whether it is verified.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -76,7 +75,21 @@ class AcceptanceEstimator:
         if draft.probs is None:  # siblings that were drawn stay in the order of their draws
             order.sort(key=lambda row: -survival[row])  # parents stay before their children
         self._features[request] = features[order]
-        return _reordered(replace(draft, survival=survival), order)
+        return _reordered(_surviving(draft, survival), order)
+
+
+def _surviving(draft: Draft, survival: list[float]) -> Draft:
+    """Return a draft with other survivals."""
+    return Draft(
+        tokens=draft.tokens,
+        parents=draft.parents,
+        probs=draft.probs,
+        survival=survival,
+        positions=draft.positions,
+        visibility=draft.visibility,
+        origin=draft.origin,
+        row=draft.row,
+    )
 
 
 def _reordered(draft: Draft, order: list[int]) -> Draft:
