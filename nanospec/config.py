@@ -53,7 +53,7 @@ class EngineConfig:
     load_format: str = "auto"  # dummy: random weights from config.json alone
     attention: str = "auto"  # auto: triton on cuda, torch on cpu
     run_ahead: str = "auto"  # launch a round before the last is read; auto: on cuda, where it can
-    max_graph_rows: int | None = None  # of CUDA graphs; None: plans and short prompts; 0: none
+    max_graph_rows: int | None = None  # None: plans, short prompts, full forwards; 0: no graphs
     page_size: int = 16  # tokens per KV page
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int = 256  # requests that may run at once

@@ -13,7 +13,9 @@ from nanospec.config import ModelConfig
 from nanospec.cudagraph.buckets import row_tiers, tier_of
 from nanospec.cudagraph.runner import EagerRunner, Target, TargetOutput
 
-_ANY, _LONE = "forward", "forward, one row each"  # names of graphs
+# Names of graphs.
+_ANY, _LONE, _FULL = "forward", "forward, one row each", "forward, filled by prompts"
+_FULL_FROM = 15 / 16  # of its rows: padding must cost less than launching kernel by kernel
 _GRAPH_BYTES = 8 * 2**20  # of one graph's nodes, about, for a decoder of 36 layers
 
 
@@ -22,6 +24,7 @@ class GraphLimits:
     """What a batch may hold to be replayed, and what it is likely to."""
 
     rows: int  # the largest tier; 0: no graphs
+    full_rows: int  # of a forward that prompts fill; 0: a tier holds it, or it has no graph
     requests: int
     logits: int  # rows whose logits are wanted
     pages: int  # of a request
@@ -69,11 +72,12 @@ class Graphs:
 
 
 class GraphRunner:
-    """See `ModelRunner`. Batches beyond the largest tier run eagerly.
+    """See `ModelRunner`. Batches beyond the largest tier run eagerly, but for full ones.
 
     A graph of n rows serves any mix of plain, verified and prompt rows, in up to n segments; where
     plans may have more rows, another one serves segments of one row each, whose attention is
-    launched otherwise. The output is valid until the next run.
+    launched otherwise. While prompts queue up, they fill one forward after the other: one more
+    graph, whose attention is that of prompts. The output is valid until the next run.
     """
 
     def __init__(
@@ -101,7 +105,8 @@ class GraphRunner:
         self._lent_to = _ANY  # by which graphs
         self._tiers, self._logit_tiers = row_tiers(limits.rows), row_tiers(limits.logits)
         self._lone_tiers = lone_tiers(limits)
-        rows, segments = limits.rows, min(limits.rows, limits.segments)
+        rows = max(limits.rows, limits.full_rows)
+        segments = min(rows, limits.segments)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=embedding.device)
@@ -124,19 +129,23 @@ class GraphRunner:
 
     def capture(self) -> None:
         """Capture every tier."""
-        of_plans, of_one = (partial(self._forward, rows) for rows in (self._limits.plan_rows, 1))
-        self._graphs.capture(_ANY, self._tiers, of_plans)
-        self._graphs.capture(_LONE, self._lone_tiers, of_one)
+        full = [self._limits.full_rows] if self._limits.full_rows > 0 else []
+        self._graphs.capture(_FULL, full, partial(self._forward, LONG_ROWS))
+        self._graphs.capture(_ANY, self._tiers, partial(self._forward, self._limits.plan_rows))
+        self._graphs.capture(_LONE, self._lone_tiers, partial(self._forward, 1))
         self._graphs.capture("logits", self._logit_tiers, self._head)
 
     def buffers(self, num_rows: int, num_logits: int, max_rows: int) -> ForwardBatch | None:
         """See `ModelRunner.buffers`: what the graph of the smallest tier reads."""
-        tier = tier_of(num_rows, self._tiers)
+        tier, full = tier_of(num_rows, self._tiers), self._limits.full_rows
+        name, most = _ANY, self._limits.plan_rows
+        if tier is None and _FULL_FROM * full <= num_rows <= full:
+            tier, name, most = full, _FULL, LONG_ROWS
+        elif max_rows == 1 and tier in self._lone_tiers:
+            name, most = _LONE, 1
         if tier is None or tier_of(num_logits, self._logit_tiers) is None:
             return None
-        is_lone = max_rows == 1 and tier in self._lone_tiers
-        self._lent_to = _LONE if is_lone else _ANY
-        self._lent = self._batch(tier, num_logits, 1 if is_lone else self._limits.plan_rows)
+        self._lent_to, self._lent = name, self._batch(tier, num_logits, most)
         return self._lent
 
     def run(self, batch: ForwardBatch) -> TargetOutput:
@@ -156,8 +165,8 @@ class GraphRunner:
         """Return the start of the buffers.
 
         What the host knows of a batch is not in it, as it differs from replay to replay: `max_rows`
-        is that of plans, chunks may be longer, and segments with words are not counted. Attention
-        that can be captured reads both on the device.
+        is what attention was launched for, chunks may be longer, and segments with words are not
+        counted. Attention that can be captured reads both on the device.
         """
         segments = min(tier, self._limits.segments)
         return ForwardBatch(
@@ -202,11 +211,12 @@ def graph_bytes(limits: GraphLimits, model: ModelConfig, itemsize: int, num_draf
     if limits.rows == 0:
         return 0
     width, vocab_size = model.hidden_size, model.vocab_size
-    buffers = limits.rows * width + limits.logits * vocab_size
+    rows = max(limits.rows, limits.full_rows)
+    buffers = rows * width + limits.logits * vocab_size
     # What a layer holds at once of each row: the residual stream, heads, both halves of the MLP.
-    activations = limits.rows * (6 * width + 4 * model.intermediate_size)
+    activations = rows * (6 * width + 4 * model.intermediate_size)
     num_graphs = len(row_tiers(limits.rows)) + len(row_tiers(limits.logits))
-    num_graphs += len(lone_tiers(limits))
+    num_graphs += len(lone_tiers(limits)) + (limits.full_rows > 0)
     if num_drafts > 0:  # for each way to draw
         num_graphs += 3 * len(row_tiers(limits.requests))
     # Of a draft: logits in 16 bits, q twice in 32; and for one draft of each request at a time ten

@@ -161,9 +161,11 @@ def graph_limits(
     """
     plan_rows = resources.max_rows
     most = min(config.max_num_seqs * plan_rows, config.forward_rows(plan_rows))
-    rows = config.graph_rows(plan_rows)
+    rows, full_rows = config.graph_rows(plan_rows), config.forward_rows(plan_rows)
+    is_larger = config.max_graph_rows is None and full_rows > rows
     return GraphLimits(
         rows=rows if takes_device_counts else 0,
+        full_rows=full_rows if takes_device_counts and is_larger else 0,
         requests=config.max_num_seqs,
         logits=min(rows, most),
         # A round in flight, the next and its drafts may all reach beyond the end.

@@ -44,7 +44,26 @@ def test_limits_follow_from_what_plans_may_hold() -> None:
     assert (limits.rows, limits.logits, limits.segments, limits.has_words) == (100, 40, 16, True)
     assert limits.pages * 4 >= 30 + 3 * 5
     none = graph_limits(config, Resources(PlanKind.CHAIN, 5), takes_device_counts=False)
-    assert none.rows == 0
+    assert (none.rows, none.full_rows) == (0, 0)
+
+
+# Found against vLLM: prompts that queue up fill forwards beyond the largest tier, whose launch,
+# kernel by kernel, took the host longer than a small model takes the GPU.
+@pytest.mark.parametrize(
+    ("options", "rows", "full_rows"),
+    [
+        ({"max_num_seqs": 256}, 3072, 4096),
+        ({"max_num_seqs": 1}, 264, 2056),
+        ({"max_num_seqs": 256, "max_num_batched_tokens": 2048}, 2048, 0),  # as many as tiers hold
+        ({"max_num_seqs": 256, "max_graph_rows": 100}, 100, 0),  # as the user wishes
+    ],
+)
+def test_a_forward_that_prompts_fill_has_a_graph_too(
+    options: dict[str, Any], rows: int, full_rows: int
+) -> None:
+    config = EngineConfig(model="x", **options)
+    limits = graph_limits(config, Resources(PlanKind.CHAIN, 8), takes_device_counts=True)
+    assert (limits.rows, limits.full_rows) == (rows, full_rows)
 
 
 class FakeGraphs(Graphs):
@@ -65,7 +84,7 @@ class FakeGraphs(Graphs):
 
 
 @torch.inference_mode()
-def with_fake_graphs(llm: LLM, rows: int) -> None:
+def with_fake_graphs(llm: LLM, rows: int, full_rows: int) -> None:
     """Let an engine on a CPU run as if it replayed graphs."""
     engine = llm.engine
     limits = graph_limits(
@@ -74,6 +93,7 @@ def with_fake_graphs(llm: LLM, rows: int) -> None:
         takes_device_counts=True,
         max_model_len=engine.max_model_len,
     )
+    limits = dataclasses.replace(limits, full_rows=full_rows)
     graphs, runner = FakeGraphs(), engine._ctx.runner
     assert isinstance(runner, EagerRunner)
     target, cache = runner._target, engine._ctx.caches[0]
@@ -84,20 +104,28 @@ def with_fake_graphs(llm: LLM, rows: int) -> None:
     engine._ctx = dataclasses.replace(engine._ctx, runner=replaying)
 
 
-@pytest.mark.parametrize("rows", [4, 48])
+@pytest.mark.parametrize(("rows", "full_rows"), [(4, 0), (48, 0), (32, 50)])
 @pytest.mark.parametrize("kind", ["none", "none-ahead", "trie", "dspark", "dspark-ahead"])
 def test_padding_and_buffers_change_no_output_and_no_live_page(
-    qwen3: Path, tmp_path: Path, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    qwen3: Path,
+    tmp_path: Path,
+    kind: str,
+    rows: int,
+    full_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With 4 rows most batches are beyond the largest tier and run eagerly."""
     want = helpers.token_ids(helpers.make_llm(qwen3), PROMPTS, helpers.greedy(20))
     options = options_of(kind.removesuffix("-ahead"), "tiny", qwen3, tmp_path)
     options |= {"run_ahead": "on" if "ahead" in kind else "off", "max_num_seqs": 12}
+    options |= {"max_num_batched_tokens": full_rows} if full_rows else {}
     llm = helpers.make_llm(qwen3, page_size=4, **options)
-    with_fake_graphs(llm, rows)
+    with_fake_graphs(llm, rows, full_rows)
     faults = watch_pages(llm, monkeypatch)
     assert helpers.token_ids(llm, PROMPTS, helpers.greedy(20)) == want
-    padding = llm.engine.step_stats.padding
+    stats = llm.engine.step_stats
+    assert full_rows == 0 or stats.tiers[full_rows] > 0
+    padding = stats.padding
     assert (padding > 0) == (rows > 4) or kind.startswith("none")
     params = [helpers.greedy(12, temperature=0.9, seed=i, top_p=0.9) for i in range(len(PROMPTS))]
     params[1] = helpers.greedy(12, stop_token_ids=[want[1][1]], min_tokens=5)
@@ -229,6 +257,22 @@ def test_no_forward_on_a_gpu_changes_a_page_of_others(
     assert len(faults) > 60 and llm.engine.step_stats.padding > 0
     assert llm.engine.scheduler.num_preemptions > 0
     assert torch.stack(faults).sum(dim=0).tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "dspark"])
+def test_forwards_that_prompts_fill_are_replayed_on_a_gpu(
+    qwen3: Path, tmp_path: Path, kind: str
+) -> None:
+    options: dict[str, Any] = {"device": "cuda", "kv_cache_gib": 0.1, "max_num_seqs": 64}
+    options |= options_of(kind, "tiny", qwen3, tmp_path)
+    prompts = [prompt * (80 // len(prompt)) for prompt in helpers.random_prompts(150, seed=6)]
+    llm = helpers.make_llm(qwen3, **options)
+    full = llm.engine.scheduler.max_num_batched_tokens
+    found = helpers.token_ids(llm, prompts, helpers.greedy(8))
+    assert llm.engine.step_stats.tiers[full] > 0
+    eager = helpers.make_llm(qwen3, max_graph_rows=0, **options)
+    assert found == helpers.token_ids(eager, prompts, helpers.greedy(8))
 
 
 @pytest.mark.gpu
