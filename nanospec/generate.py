@@ -149,7 +149,7 @@ def _add_engine_options(group: "argparse._ArgumentGroup") -> None:
     add(
         "--max-graph-rows",
         type=int,
-        help="of CUDA graphs; 0: none (default: plans and short prompts)",
+        help="of CUDA graphs; 0: none (default: plans, short prompts and full forwards)",
     )
     add("--page-size", type=int, default=16, help="tokens per KV page")
     add("--max-model-len", type=int, help="tokens of prompt and output (default: the model's)")

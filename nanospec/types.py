@@ -20,8 +20,8 @@ import enum
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class PlanKind(enum.IntEnum):
     MASK = 2  # rows state positions and who sees whom themselves
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """Guesses after a request's root. Row 0 is the root, row i the i-th token here.
 
@@ -67,6 +67,10 @@ class Draft:
         # `len` of a tensor takes ten times as long, and every request of every round is asked.
         return self.tokens.shape[0] if isinstance(self.tokens, Tensor) else len(self.tokens)
 
+    def but(self, **changes: Any) -> "Draft":
+        """Return it with some fields changed, as `dataclasses.replace` does for other classes."""
+        return Draft(**({each.name: getattr(self, each.name) for each in fields(Draft)} | changes))
+
     @property
     def parent_rows(self) -> Sequence[int]:
         """`parents`, of a chain too."""
@@ -81,28 +85,23 @@ class Draft:
         return found[1:]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DraftRows:
-    """Chains that were drafted together, on the device; the drafts of R requests are views of it.
-
-    A plan takes what it needs of it at once, which R views would take R times as long.
-    """
+    """Chains that were drafted together, on the device, from which plans take what they need."""
 
     tokens: Tensor  # [R, K] int64
     probs: Tensor | None  # [R, K, V] fp32
     survival: Tensor | None  # [R, K] fp32
 
     def drafts(self, lengths: Sequence[int]) -> list[Draft]:
-        """Return the first so many of each row as a draft."""
-        assert len(lengths) == self.tokens.shape[0], "each row has a length"
-        return [DraftRow(self, row, length) for row, length in enumerate(lengths)]
+        """Return the first so many of each row, K at most, as a draft."""
+        count, width = self.tokens.shape
+        pairs = zip(range(count), lengths, strict=True)
+        return [DraftRow(self, row, min(length, width)) for row, length in pairs]
 
 
 class DraftRow(Draft):
-    """The start of a row of `DraftRows`, cut out when it is read, which is mostly never.
-
-    Views of each row would take the host longer than all else that a round does for a request.
-    """
+    """The start of a row of `DraftRows`, cut out when it is read: views of all rows take long."""
 
     __slots__ = ("_length",)
     parents = positions = visibility = None
@@ -114,6 +113,10 @@ class DraftRow(Draft):
         object.__setattr__(self, "origin", origin)
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "_length", length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy what it was made from."""
+        return DraftRow, (self.origin, self.row, self._length)
 
     def __len__(self) -> int:
         """K."""

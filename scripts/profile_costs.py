@@ -292,7 +292,8 @@ def sizes_beyond(largest: int, most: int) -> list[int]:
 def shapes_to_time(bench: Bench, loads: Sequence[int], drafts: Sequence[int]) -> list[Shape]:
     """Return all rounds to time, those of the same requests together."""
     if bench.tiers:
-        rows = [*bench.tiers, *sizes_beyond(bench.tiers[-1], bench.max_rows)]
+        # A full forward may have a graph of its own; those between it and the tiers have none.
+        rows = [*bench.tiers, *sizes_beyond(bench.tiers[-1], bench.max_rows - 1)]
         found = [shape for size in rows for shape in bench.shapes(size, loads)]
     else:
         wanted = {min(each, bench.most_drafts) for each in drafts}

@@ -1,5 +1,7 @@
 """Sampling parameters refuse what cannot work; statistics add up."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.errors import ConfigError
-from nanospec.types import Draft, DraftRows, Stats
+from nanospec.types import Draft, DraftRow, DraftRows, Stats
 
 
 @pytest.mark.parametrize(
@@ -83,5 +85,33 @@ def test_a_draft_of_a_batch_is_the_start_of_its_row(has_probs: bool) -> None:
         assert len(draft) == length
         assert (draft.depths, draft.origin, draft.row) == (plain.depths, rows, row)
         for name in ("tokens", "parents", "probs", "survival", "positions", "visibility"):
-            found, wanted = getattr(draft, name), getattr(plain, name)
-            assert found is wanted is None or torch.equal(found, wanted)
+            for same in (draft, draft.but(), copy.copy(draft), pickle.loads(pickle.dumps(draft))):
+                found, wanted = getattr(same, name), getattr(plain, name)
+                assert found is wanted is None or torch.equal(found, wanted)
+        assert draft == draft and len({draft, draft}) == 1
+        assert draft.but(survival=[0.5]).survival == [0.5]
+
+
+def test_a_draft_of_a_batch_is_no_longer_than_its_row_and_has_one() -> None:
+    rows = DraftRows(torch.zeros(2, 4, dtype=torch.int64), None, None)
+    assert [len(draft) for draft in rows.drafts([7, 2])] == [4, 2]
+    with pytest.raises(ValueError, match=r"longer|shorter"):
+        rows.drafts([1])
+
+
+# Found on a CPU: views of each request's row were a sixth of what the host does in a round.
+def test_drafts_of_a_batch_are_not_cut_out_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = DraftRows(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, 5), torch.zeros(2, 4))
+
+    def cut(*_: Any) -> None:
+        raise AssertionError("a row was cut out")
+
+    for name in ("__getitem__", "unbind"):
+        monkeypatch.setattr(torch.Tensor, name, cut)
+    drafts = rows.drafts([4, 3])
+    assert [(type(draft), draft.row, len(draft)) for draft in drafts] == [
+        (DraftRow, 0, 4),
+        (DraftRow, 1, 3),
+    ]

@@ -15,7 +15,6 @@ from nanospec.cudagraph.runner import EagerRunner, Target, TargetOutput
 
 # Names of graphs.
 _ANY, _LONE, _FULL = "forward", "forward, one row each", "forward, filled by prompts"
-_FULL_FROM = 15 / 16  # of its rows: padding must cost less than launching kernel by kernel
 _GRAPH_BYTES = 8 * 2**20  # of one graph's nodes, about, for a decoder of 36 layers
 
 
@@ -76,8 +75,9 @@ class GraphRunner:
 
     A graph of n rows serves any mix of plain, verified and prompt rows, in up to n segments; where
     plans may have more rows, another one serves segments of one row each, whose attention is
-    launched otherwise. While prompts queue up, they fill one forward after the other: one more
-    graph, whose attention is that of prompts. The output is valid until the next run.
+    launched otherwise. While prompts queue up, they fill one forward after the other, where drafts
+    are not cut: one more graph, whose attention is that of prompts. The output is valid until the
+    next run.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class GraphRunner:
 
     @property
     def tiers(self) -> Sequence[int]:
-        """Rows of each graph, rising."""
+        """Rows of each graph, rising, but for that of full forwards."""
         return self._tiers
 
     def capture(self) -> None:
@@ -139,7 +139,7 @@ class GraphRunner:
         """See `ModelRunner.buffers`: what the graph of the smallest tier reads."""
         tier, full = tier_of(num_rows, self._tiers), self._limits.full_rows
         name, most = _ANY, self._limits.plan_rows
-        if tier is None and _FULL_FROM * full <= num_rows <= full:
+        if tier is None and num_rows == full:  # padding could take longer than launching does
             tier, name, most = full, _FULL, LONG_ROWS
         elif max_rows == 1 and tier in self._lone_tiers:
             name, most = _LONE, 1

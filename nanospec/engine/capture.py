@@ -60,6 +60,7 @@ def create_runner(
         if device.type == "cuda" and lacking and config.max_graph_rows != 0:
             logger.warning("no CUDA graphs, as attention cannot be captured: %s", lacking[0])
         return eager
+    largest = max(limits.rows, limits.full_rows)
     graphs, embedding = Graphs(), decoder.embed_tokens.weight
     started, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
     try:
@@ -68,7 +69,7 @@ def create_runner(
         speculator.capture(graphs, limits)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"CUDA graphs of up to {limits.rows} rows do not fit beside the KV cache; lower "
+            f"CUDA graphs of up to {largest} rows do not fit beside the KV cache; lower "
             f"max_graph_rows, max_num_seqs or gpu_memory_utilization"
         ) from error
     torch.cuda.synchronize()
@@ -76,7 +77,7 @@ def create_runner(
     kept = bytes_for_graphs(config, decoder, resources, limits)
     logger.info(
         "captured %d graphs of up to %d rows in %.1f s: %.2f GiB, and %.2f were kept for them",
-        *(len(graphs), limits.rows, time.perf_counter() - started, taken / _GIB, kept / _GIB),
+        *(len(graphs), largest, time.perf_counter() - started, taken / _GIB, kept / _GIB),
     )
     if taken > kept:  # what rounds beyond the tiers need may be missing then
         logger.warning(

@@ -41,6 +41,8 @@ from nanospec.types import (
     AcceptResult,
     CommittedRows,
     Draft,
+    DraftRow,
+    DraftRows,
     FinishReason,
     Pending,
     PlanKind,
@@ -145,11 +147,10 @@ def launch(ctx: RoundContext, segments: Sequence[Segment], before: Flight | None
     if plan.kind > PlanKind.CHAIN:  # the rows of a chain are where they belong
         move_accepted(ctx, step, result)
     next_roots, num_tokens, values = sum_up(plan, result, ahead)
+    drafts = [request.draft for request in requests]
     flight = Flight(
         requests=requests,
-        drafts=[
-            _lasting(request.draft) if ctx.runs_ahead else request.draft for request in requests
-        ],
+        drafts=_lasting(drafts) if ctx.runs_ahead else drafts,
         chunks=_commit_chunks(ctx, chunks),
         plan=plan,
         step=step,
@@ -216,11 +217,20 @@ def _places(requests: Sequence[Request], wanted: Sequence[Request]) -> list[int]
     return [place_of.get(request, -1) for request in wanted]
 
 
-def _lasting(draft: Draft | None) -> Draft | None:
-    """Return a draft as observers may see it where rounds run ahead: its q is overwritten."""
-    if draft is None or draft.probs is None:
-        return draft
-    return Draft(draft.tokens, draft.parents, survival=draft.survival)
+def _lasting(drafts: Sequence[Draft | None]) -> list[Draft | None]:
+    """Return drafts as observers may see them where rounds run ahead: their q is overwritten."""
+    known: dict[DraftRows, DraftRows] = {}
+    found: list[Draft | None] = []
+    for draft in drafts:
+        if isinstance(draft, DraftRow):
+            if draft.origin.probs is not None:
+                if draft.origin not in known:
+                    known[draft.origin] = replace(draft.origin, probs=None)
+                draft = DraftRow(known[draft.origin], draft.row, len(draft))
+        elif draft is not None and draft.probs is not None:
+            draft = draft.but(probs=None, origin=None)
+        found.append(draft)
+    return found
 
 
 def _needs_mask(request: Request) -> bool:

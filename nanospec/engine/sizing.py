@@ -11,7 +11,7 @@ from torch import Tensor
 from nanospec.attention.backend import create_attention
 from nanospec.attention.batch import ForwardBatch, build_batch
 from nanospec.attention.kv_cache import PagedKVCache
-from nanospec.config import CAPTURED, EngineConfig, ModelConfig
+from nanospec.config import CAPTURED, PROMPT_ROWS, EngineConfig, ModelConfig
 from nanospec.cudagraph.graph_runner import GraphLimits, graph_bytes
 from nanospec.cudagraph.runner import EagerRunner
 from nanospec.errors import ConfigError
@@ -162,10 +162,11 @@ def graph_limits(
     plan_rows = resources.max_rows
     most = min(config.max_num_seqs * plan_rows, config.forward_rows(plan_rows))
     rows, full_rows = config.graph_rows(plan_rows), config.forward_rows(plan_rows)
-    is_larger = config.max_graph_rows is None and full_rows > rows
+    # Larger forwards take the GPU longer than their launch takes the host, and graphs much memory.
+    has_full = config.max_graph_rows is None and rows < full_rows <= rows + PROMPT_ROWS
     return GraphLimits(
         rows=rows if takes_device_counts else 0,
-        full_rows=full_rows if takes_device_counts and is_larger else 0,
+        full_rows=full_rows if takes_device_counts and has_full else 0,
         requests=config.max_num_seqs,
         logits=min(rows, most),
         # A round in flight, the next and its drafts may all reach beyond the end.

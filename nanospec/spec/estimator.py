@@ -75,21 +75,7 @@ class AcceptanceEstimator:
         if draft.probs is None:  # siblings that were drawn stay in the order of their draws
             order.sort(key=lambda row: -survival[row])  # parents stay before their children
         self._features[request] = features[order]
-        return _reordered(_surviving(draft, survival), order)
-
-
-def _surviving(draft: Draft, survival: list[float]) -> Draft:
-    """Return a draft with other survivals."""
-    return Draft(
-        tokens=draft.tokens,
-        parents=draft.parents,
-        probs=draft.probs,
-        survival=survival,
-        positions=draft.positions,
-        visibility=draft.visibility,
-        origin=draft.origin,
-        row=draft.row,
-    )
+        return _reordered(draft.but(survival=survival), order)
 
 
 def _reordered(draft: Draft, order: list[int]) -> Draft:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nanospec import LLM
-from nanospec.attention.batch import ForwardBatch
-from nanospec.config import EMBEDDED_PAIR, EngineConfig
-from nanospec.cudagraph.graph_runner import GraphRunner, Graphs
+from nanospec.attention.batch import LONG_ROWS, ForwardBatch
+from nanospec.config import EMBEDDED_PAIR, EngineConfig, ModelConfig
+from nanospec.cudagraph.graph_runner import GraphRunner, Graphs, graph_bytes
 from nanospec.cudagraph.runner import EagerRunner, TargetOutput
 from nanospec.engine.sizing import graph_limits
 from nanospec.types import PlanKind, Request, Resources, StepOutput
@@ -55,6 +55,7 @@ def test_limits_follow_from_what_plans_may_hold() -> None:
         ({"max_num_seqs": 256}, 3072, 4096),
         ({"max_num_seqs": 1}, 264, 2056),
         ({"max_num_seqs": 256, "max_num_batched_tokens": 2048}, 2048, 0),  # as many as tiers hold
+        ({"max_num_seqs": 256, "max_num_batched_tokens": 8192}, 3072, 0),  # the GPU takes longest
         ({"max_num_seqs": 256, "max_graph_rows": 100}, 100, 0),  # as the user wishes
     ],
 )
@@ -64,6 +65,22 @@ def test_a_forward_that_prompts_fill_has_a_graph_too(
     config = EngineConfig(model="x", **options)
     limits = graph_limits(config, Resources(PlanKind.CHAIN, 8), takes_device_counts=True)
     assert (limits.rows, limits.full_rows) == (rows, full_rows)
+    model = ModelConfig.from_folder(EMBEDDED_PAIR / "target")
+    kept = graph_bytes(limits, model, 2, 0)
+    without = graph_bytes(dataclasses.replace(limits, full_rows=0), model, 2, 0)
+    assert (kept > without) == (full_rows > 0)
+
+
+@torch.inference_mode()
+def test_only_a_full_forward_gets_the_graph_of_full_ones(qwen3: Path) -> None:
+    llm = helpers.make_llm(qwen3, max_num_seqs=12, page_size=4)
+    with_fake_graphs(llm, 32, 50)
+    buffers = llm.engine._ctx.runner.buffers
+    found = [(rows, buffers(rows, 4, 20)) for rows in (32, 33, 49, 50, 51)]
+    assert [each is not None for _, each in found] == [True, False, False, True, False]
+    lent = buffers(50, 12, 20)
+    assert lent is not None and (lent.num_tokens, lent.max_rows) == (50, LONG_ROWS)
+    assert buffers(50, 13, 20) is None  # more logits than there are graphs for
 
 
 class FakeGraphs(Graphs):

@@ -547,7 +547,8 @@ def test_observers_see_the_q_of_their_own_round_or_none(
     def observe(step: StepOutput) -> None:
         drafts = [draft for draft in step.drafts if draft is not None]
         own = [draft.probs is not None for draft in drafts]
-        own += [draft.origin is not None for draft in drafts]
+        origins = [draft.origin for draft in drafts if draft.origin is not None]
+        own += [origin.probs is not None for origin in origins]
         seen.extend([*own, step.plan.probs is not None] if drafts else [])
 
     llm.engine.observers.append(observe)
